@@ -403,9 +403,9 @@ class SchedulerConfig:
     chunked_prefill_size: int | None = None
     # running requests make a token in prefill steps too; false: they pause while prompts are computed
     mixed_steps: bool = True
-    cascade: bool = True  # requests of a step that share a cached prefix read its K and V once for all of them
-    # tokens that such a group must save reading in a step; by default 256 on a CPU, 16,384 on a GPU
-    cascade_saves: int | None = None
+    # requests of a step that share a cached prefix read its K and V once for all of them; on a CPU
+    cascade: bool = True
+    cascade_saves: int = 256  # tokens that such a group must save reading in a step
     # launch a decode step before the tokens of the last one are known; auto: on a GPU
     overlap: Literal["auto", "on", "off"] = "auto"
     # auto: guess tokens that follow, out of a request's own text or an answer to the same prompt, and verify them in

@@ -30,8 +30,6 @@ from replicas.errors import InvalidConfig
 from replicas.kernels.weight_formats import RULES, cut_by
 from replicas.memory import sizing
 
-# On a GPU a group costs six or seven launches a layer, about 1 ms of host; 16,384 tokens of an 8B model: 2 GiB, 0.7 ms
-CASCADE_SAVES: dict[Device, int] = {"cpu": 256, "cuda": 16_384}
 CPU_MEMORY_SHARE = 0.15  # of available RAM, for weights + KV of one replica, when nothing is said
 CPU_MEMORY_CAP = 3 << 30
 CPU_MOST_RUNNING = 64  # a decode step of 64 takes 0.5 s on a core (SmolLM2, Zen 3): more would slow all their answers
@@ -75,9 +73,9 @@ def resolve(
     if scheduler.chunked_prefill_size is None:
         scheduler = replace(scheduler, chunked_prefill_size=512 if hardware.device == "cpu" else 8192)
         origin["scheduler.chunked_prefill_size"] = f"default on {hardware.device}"
-    if scheduler.cascade_saves is None:
-        scheduler = replace(scheduler, cascade_saves=CASCADE_SAVES[hardware.device])
-        origin["scheduler.cascade_saves"] = f"default on {hardware.device}"
+    if hardware.device == "cuda" and scheduler.cascade:
+        scheduler = replace(scheduler, cascade=False)
+        origin["scheduler.cascade"] = "each request reads its own prefix on a GPU"
     scheduler, of_steps = _decode_steps(scheduler, model, parallel, hardware.device)
     origin |= of_steps
     if num_threads is None:

@@ -73,21 +73,18 @@ class Limits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A step of attention: requests as (prefix, new tokens), and how many of them share how many tokens."""
+    """A step of attention: requests as (prefix, new tokens)."""
 
     name: str
     lengths: tuple[tuple[int, int], ...]
-    shared: tuple[int, int] = (0, 0)  # members, tokens
 
 
 CASES = (
     Case(name="prefill 8k", lengths=((0, 8192),)),
     Case(name="128 over 32k", lengths=((32_768, 128),)),
     Case(name="16 x 512", lengths=((0, 512),) * 16),
-    Case(name="group of 8 x 32k", lengths=((32_784, 1),) * 8, shared=(8, 32_768)),
-    Case(name="group of 64 x 4k", lengths=((4112, 1),) * 64, shared=(64, 4096)),
 )
-TINY_CASES = (Case(name="tiny", lengths=((32, 9),)), Case(name="tiny group", lengths=((40, 1),) * 2, shared=(2, 32)))
+TINY_CASES = (Case(name="tiny", lengths=((32, 9),)),)
 
 
 def step_rows(options: argparse.Namespace) -> Iterator[Row]:
@@ -361,13 +358,8 @@ def attention_s(cases: Sequence[Case], heads: Mapping[str, int], *, repeats: int
     backends["triton"] = lambda step: TritonAttention(step.pool, **heads)
     found: dict[str, dict[str, float]] = {case.name: {} for case in cases}
     for case in cases:
-        members, length = case.shared
-        groups = [(list(range(members)), length)] if members else []
         for name, make in backends.items():
-            step = device_step(
-                list(case.lengths), dtype=torch.bfloat16, device="cuda", shared=groups, num_decode=members or None,
-                page_size=16, **heads,
-            )  # fmt: skip
+            step = device_step(list(case.lengths), dtype=torch.bfloat16, device="cuda", page_size=16, **heads)
             backend = make(step)
             backend.begin(step.batch)
 

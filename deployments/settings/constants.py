@@ -32,7 +32,7 @@ CONSTANTS: Mapping[str, str] = {
     "scheduler.new_token_ratio_decay": _RATIOS,
     "scheduler.in_batch_prefix_len": "it is two pages, so that less than that is computed twice",
     "scheduler.cascade": "it is chosen in each step, where it saves reading",
-    "scheduler.cascade_saves": "it follows from the device, where it was measured",
+    "scheduler.cascade_saves": "it was measured",
     "scheduler.mixed_steps": "without them each prompt stops all answers",
     "scheduler.overlap": "it gains on a GPU alone, and is on there",
     "scheduler.watchdog_s": _HANGS,

@@ -20,7 +20,6 @@ from replicas.attention.workspace import filling_tokens
 from replicas.config import AttentionChoice, Device
 from replicas.errors import EngineDead, InvalidConfig
 from replicas.kernels.team import one_at_a_time
-from replicas.scheduler.plan import PrefixGroup
 
 log = logging.getLogger(__name__)
 
@@ -154,8 +153,8 @@ def _require_device(device: torch.device, name: str, error: Exception) -> None:
 
 
 def try_out(backend: AttentionBackend, spec: AttentionSpec) -> None:
-    """Run one layer of two mixed steps with a prefix group on the dummy page, a short prompt's and one's that fills the
-    device, and wait for each.
+    """Run one layer of two mixed steps on the dummy page, a short prompt's and one's that fills the device; wait for
+    each.
 
     Raises: whatever the backend's libraries do.
     """
@@ -180,7 +179,6 @@ def _try_step(backend: AttentionBackend, spec: AttentionSpec, num_new: int) -> N
         max_seq_len=max(page_size + 1, num_new),
         num_tokens=total,
         num_decode=2,
-        prefix_groups=(PrefixGroup(members=np.array([1, 2], np.int32), length=page_size),),
         host_qo_indptr=bounds,
         host_seq_lens=seq_lens,
     )

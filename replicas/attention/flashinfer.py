@@ -1,10 +1,9 @@
 """The FlashInfer backend: its paged prefill and decode kernels over the page-major pool.
 
 A layer's keys and values are strided views of the one allocation (heads before tokens: "HND"), given as they are: the
-kernels take the stride between pages. Requests that extend are one plan, requests that decode another, and the
-prefixes that groups of those share a third; results are merged by the logarithm of the sums of weights. A plan is for
+kernels take the stride between pages. Requests that extend are one plan, requests that decode another. A plan is for
 all layers, so they are of one kind (a scale, a cap, a window); with a window, pages that no token of a request sees are
-left out, and prefixes are read by each request itself.
+left out.
 
 Owns:      the wrappers and their workspaces; the pages of the step (page_lists.py).
 Never:     plans within a layer: `begin` plans the step once. In `begin_graph` every buffer that kernels read keeps its
@@ -24,20 +23,18 @@ from torch import Tensor
 
 from replicas.attention.base import BatchMeta, HeadTurn, KvPool
 from replicas.attention.fence import Fence
-from replicas.attention.page_lists import Ints, page_bounds, page_indices, to_device
+from replicas.attention.page_lists import Ints, page_bounds, page_indices
 from replicas.attention.triton_paged import store_kv
 from replicas.attention.workspace import filling_tokens, is_hopper, num_sms, workspace_bytes
 from replicas.config import AttentionKind
 from replicas.errors import InvalidConfig
-from replicas.scheduler.plan import PrefixGroup
 
 HEAD_DIMS = (64, 128, 256)
 HALVES = (torch.bfloat16, torch.float16)
 FP8 = torch.float8_e4m3fn  # FA2 and decode read it with queries in 16 bits; FA3 does not
-# Of prompts and groups. FA3, for Hopper GPUs, is faster where its tiles fill the device (a prompt of 8k: 1.09 against
+# Of prompts. FA3, for Hopper GPUs, is faster where its tiles fill the device (a prompt of 8k: 1.09 against
 # 1.79 ms a layer of Llama-8B on an H200), and slower where they do not, since it neither splits keys among programs nor
-# packs the heads of a group into a tile (128 new tokens over 32k: 0.54 against 0.32 ms; a group of 8 over 32k: 0.63
-# against 0.27)
+# packs the heads of a group into a tile (128 new tokens over 32k: 0.54 against 0.32 ms)
 Prefill = Literal["fa2", "fa3"]
 PLAIN = AttentionKind()
 TENSOR_CORE_GROUP = 4  # query heads per KV head from which tensor cores decode; the other kernel knows 1, 2, 3, 4 and 8
@@ -48,7 +45,7 @@ class FlashInferAttention:
 
     Args:   graph_rows: of the largest decode step in a CUDA graph.
             kind: of all layers.
-            prefill: of all prompts and groups, to measure it; None: the faster one for each step.
+            prefill: of all prompts, to measure it; None: the faster one for each step.
     Raises: InvalidConfig for what its kernels do not know (the Triton backend does).
     """
 
@@ -85,7 +82,7 @@ class FlashInferAttention:
             num_sms=num_sms(self._device),
         )
         self._workspace = torch.zeros(num_bytes, dtype=torch.uint8, device=self._device)  # of all, one after the other
-        chosen: dict[str, Prefill] = {"group": prefill or "fa2", "short": prefill or "fa2"}
+        chosen: dict[str, Prefill] = {"short": prefill or "fa2"}
         if prefill is None and kind == PLAIN and dtype == keys.dtype and is_hopper(self._device):
             chosen["long"] = "fa3"
         self._prefills = {
@@ -102,7 +99,6 @@ class FlashInferAttention:
         self._copied = Fence(self._device)  # behind the last plan's copies
         self._batch: BatchMeta | None = None
         self._num_decode = 0
-        self._members: Tensor | None = None  # [M] of all prefix groups: indices among the requests that decode
 
     def begin(self, batch: BatchMeta) -> None:
         self._copied.wait()
@@ -113,12 +109,8 @@ class FlashInferAttention:
         bounds, seq_lens = batch.on_host()
         if num_extend:
             self._plan_extend(batch, bounds[: num_extend + 1], seq_lens[:num_extend])
-        self._members = None
         if self._num_decode:
-            first_pages = None
-            if batch.prefix_groups and not self._window:
-                first_pages = self._plan_groups(batch, batch.prefix_groups, num_extend)
-            self._plan_decode(batch.table, batch.rows[num_extend:], seq_lens[num_extend:], first_pages)
+            self._plan_decode(batch.table, batch.rows[num_extend:], seq_lens[num_extend:])
         self._copied.mark()
 
     def begin_graph(self, batch: BatchMeta) -> None:
@@ -127,8 +119,8 @@ class FlashInferAttention:
         size = batch.rows.shape[0]
         if size not in self._graphs:
             self._graphs[size] = self._graph_wrapper(size, -(-batch.table.shape[1] // self._pool.page_size))
-        self._batch, self._decode, self._num_decode, self._members = batch, self._graphs[size], size, None
-        self._plan_decode(batch.table, batch.rows, batch.on_host()[1], None)
+        self._batch, self._decode, self._num_decode = batch, self._graphs[size], size
+        self._plan_decode(batch.table, batch.rows, batch.on_host()[1])
         self._copied.mark()
 
     def forward(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
@@ -144,9 +136,7 @@ class FlashInferAttention:
         scales = self._scales(layer)
         if first:
             self._extend.run(q[:first], (keys, values), out=out[:first], **scales)
-        if self._members is not None:
-            self._cascade(q[first:], (keys, values), out[first:], self._members, scales)
-        elif self._num_decode:
+        if self._num_decode:
             self._decode.run(q[first:], (keys, values), out=out[first:], **scales)
         return out.flatten(1)
 
@@ -161,37 +151,12 @@ class FlashInferAttention:
             return {}
         return dict(zip(("k_scale", "v_scale"), self._pool.scales(layer), strict=True))
 
-    def _cascade(
-        self, q: Tensor, kv: tuple[Tensor, Tensor], out: Tensor, members: Tensor, scales: dict[str, float]
-    ) -> None:
-        """Attend to each request's own keys, then to those of its group; q, out [B, H, D]."""
-        _, own = self._decode.run(q, kv, out=out, return_lse=True, **scales)  # [B, H] log2 of sums of weights
-        shared_out, shared = self._prefills["group"].run(q[members], kv, return_lse=True, **scales)
-        out[members] = flashinfer.merge_state(out[members], own[members], shared_out, shared)[0]
-
     def _plan_extend(self, batch: BatchMeta, bounds: Ints, seq_lens: Ints) -> None:
         fills = "long" in self._prefills and bounds[-1] >= filling_tokens(self._num_heads, self._device)
         self._extend = self._prefills["long" if fills else "short"]
-        self._plan_prefill(self._extend, batch.table, batch.rows[: len(seq_lens)], bounds, seq_lens, causal=True)
+        self._plan_prefill(self._extend, batch.table, batch.rows[: len(seq_lens)], bounds, seq_lens)
 
-    def _plan_groups(self, batch: BatchMeta, groups: tuple[PrefixGroup, ...], first_request: int) -> Ints:
-        """Plan the groups' wrapper. Returns: [num_decode] pages of each request that its group reads."""
-        page_size = self._pool.page_size
-        members = np.concatenate([group.members for group in groups]).astype(np.int64)
-        counts = np.array([len(group.members) for group in groups], np.int32)
-        lengths = np.array([group.length for group in groups], np.int32)
-        bounds = np.concatenate(([0], np.cumsum(counts))).astype(np.int32)
-        leaders = to_device(members[bounds[:-1]], self._device)
-        self._plan_prefill(self._prefills["group"], batch.table, batch.rows[leaders], bounds, lengths, causal=False)
-        own = members - first_request
-        self._members = to_device(own, self._device)
-        first_pages = np.zeros(self._num_decode, np.int32)
-        first_pages[own] = np.repeat(lengths // page_size, counts)
-        return first_pages
-
-    def _plan_prefill(
-        self, wrapper: Any, table: Tensor, rows: Tensor, bounds: Ints, seq_lens: Ints, *, causal: bool
-    ) -> None:
+    def _plan_prefill(self, wrapper: Any, table: Tensor, rows: Tensor, bounds: Ints, seq_lens: Ints) -> None:
         page_size = self._pool.page_size
         unseen = self._unseen_pages(seq_lens - np.diff(bounds))
         indptr, last_page_len = page_bounds(seq_lens, page_size, unseen)
@@ -204,14 +169,12 @@ class FlashInferAttention:
             self._num_kv_heads,
             self._head_dim,
             page_size,
-            causal=causal,
+            causal=True,
             **self._planned,
         )
 
-    def _plan_decode(self, table: Tensor, rows: Tensor, seq_lens: Ints, first_pages: Ints | None) -> None:
-        page_size = self._pool.page_size
-        if first_pages is None:
-            first_pages = self._unseen_pages(seq_lens - 1)
+    def _plan_decode(self, table: Tensor, rows: Tensor, seq_lens: Ints) -> None:
+        page_size, first_pages = self._pool.page_size, self._unseen_pages(seq_lens - 1)
         indptr, last_page_len = page_bounds(seq_lens, page_size, first_pages)
         self._decode.plan(
             torch.from_numpy(indptr),

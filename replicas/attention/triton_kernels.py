@@ -69,25 +69,23 @@ def _attend(
     return out, tl.where(some, peak + tl.log2(tl.where(some, total, 1.0)), float("-inf"))
 
 
-@triton.jit(do_not_specialize=["first_token", "first_request", "splits", "parts", "window", "chunk"])
+@triton.jit(do_not_specialize=["first_token", "first_request", "splits", "window", "chunk"])
 def decode_parts(
-    q, keys, values, table, rows, seq_lens, shared_lens, part_out, part_lse, first_token, first_request,
-    splits, parts, scale, cap, window, chunk, q_stride, page_stride, head_stride, table_stride, num_heads,
+    q, keys, values, table, rows, seq_lens, part_out, part_lse, first_token, first_request, splits, scale, cap,
+    window, chunk, q_stride, page_stride, head_stride, table_stride, num_heads,
     GROUP: tl.constexpr, GROUP_ROWS: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK: tl.constexpr, CASCADE: tl.constexpr, LIMITED: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK: tl.constexpr, LIMITED: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Program (b, kv head, split): one token of request b over its share of the keys, after what a group has read.
+    """Program (b, kv head, split): one token of request b over its share of the keys.
 
-    q [T, H, D]; part_out [B, H, parts, D] fp32, part_lse [B, H, parts]; shared_lens [B] keys that a group reads.
+    q [T, H, D]; part_out [B, H, splits, D] fp32, part_lse [B, H, splits].
     """
     b, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     request = first_request + b
     seq_len = tl.load(seq_lens + request)
     begin = 0
-    if CASCADE:
-        begin = tl.load(shared_lens + b)
     if LIMITED:
-        begin = tl.maximum(begin, _first_seen(seq_len - 1, window, chunk))
+        begin = _first_seen(seq_len - 1, window, chunk)
     share = tl.cdiv(tl.cdiv(seq_len - begin, splits), BLOCK) * BLOCK
     low = begin + split * share
     high = tl.minimum(low + share, seq_len)
@@ -101,50 +99,8 @@ def decode_parts(
         own_q, keys + kv_head * head_stride, values + kv_head * head_stride, table + row * table_stride,
         low, high, g, g, scale, cap, page_stride, PAGE, D, BLOCK_D, GROUP_ROWS, BLOCK, False, False, CAPPED, PRECISION,
     )
-    part = (b * num_heads + head) * parts + split
+    part = (b * num_heads + head) * splits + split
     tl.store(part_lse + part, lse, mask=g < GROUP)
-    tl.store(part_out + part[:, None] * D + d[None, :], out, mask=exists & (lse > float("-inf"))[:, None])
-
-
-@triton.jit(do_not_specialize=["first_token", "first_request", "splits", "parts", "window", "chunk"])
-def group_parts(
-    q, keys, values, table, rows, seq_lens, tiles, members, part_out, part_lse, first_token, first_request,
-    splits, parts, scale, cap, window, chunk, q_stride, page_stride, head_stride, table_stride, num_heads,
-    GROUP: tl.constexpr, GROUP_ROWS: tl.constexpr, TILE: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK: tl.constexpr, LIMITED: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Program (tile, kv head, split): up to TILE requests of a group over a share of what they have in common.
-
-    tiles [N, 3]: first of its members, how many, keys in common. members [M]: indices of requests that decode.
-    Writes the last ``splits`` parts of each member.
-    """
-    tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    first, count = tl.load(tiles + 3 * tile), tl.load(tiles + 3 * tile + 1)
-    length = tl.load(tiles + 3 * tile + 2)
-    r, d = tl.arange(0, TILE * GROUP_ROWS), tl.arange(0, BLOCK_D)
-    member, g = r // GROUP_ROWS, r % GROUP_ROWS
-    wanted = (member < count) & (g < GROUP)
-    b = tl.load(members + first + member, mask=wanted, other=0)
-    begin, from_here = 0, r
-    if LIMITED:
-        seq_len = tl.load(seq_lens + first_request + b, mask=wanted, other=1)
-        from_here = _first_seen(seq_len - 1, window, chunk)
-        begin = tl.minimum(tl.min(tl.where(wanted, from_here, length), 0), length)
-    share = tl.cdiv(tl.cdiv(length - begin, splits), BLOCK) * BLOCK
-    low = begin + split * share
-    high = tl.minimum(low + share, length)
-    head = kv_head * GROUP + g
-    exists = wanted[:, None] & (d < D)[None, :]
-    token = (first_token + b).to(tl.int64)
-    own_q = tl.load(q + token[:, None] * q_stride + head[:, None] * D + d[None, :], mask=exists, other=0.0)
-    row = tl.load(rows + first_request + tl.load(members + first)).to(tl.int64)
-    out, lse = _attend(
-        own_q, keys + kv_head * head_stride, values + kv_head * head_stride, table + row * table_stride,
-        low, high, from_here, r, scale, cap, page_stride, PAGE, D, BLOCK_D, TILE * GROUP_ROWS, BLOCK, False, LIMITED,
-        CAPPED, PRECISION,
-    )
-    part = (b * num_heads + head) * parts + (parts - splits) + split
-    tl.store(part_lse + part, lse, mask=wanted)
     tl.store(part_out + part[:, None] * D + d[None, :], out, mask=exists & (lse > float("-inf"))[:, None])
 
 

@@ -1,7 +1,7 @@
 """The Triton backend: paged attention on a GPU without other libraries. It decides what triton_kernels.py computes.
 
-A step is up to three launches a layer after K and V are stored: requests that extend, requests that decode (keys split
-among programs, parts merged), and the prefixes that groups of those share, read once for the group.
+A step is up to three launches a layer after K and V are stored: one for requests that extend, two for those that decode
+(keys split among programs, parts merged).
 
 Owns:      the lists of tiles of a step, and sizes of tiles and splits.
 Never:     reads tensors of the device on the host; keeps results (they are fresh, so a CUDA graph may hold them).
@@ -26,12 +26,9 @@ from replicas.attention.page_lists import to_device
 from replicas.config import AttentionKind
 from replicas.kernels.gpu import FUSED
 from replicas.memory.scaled_pool import LARGEST
-from replicas.scheduler.plan import PrefixGroup
 
 MAX_SPLITS = 32
 PROGRAMS = 2048  # wanted in a decode step: enough for all multiprocessors, few enough that empty ones cost little
-GROUP_TILE_ROWS = 64  # queries that read a shared page together
-GROUP_SPLITS = 8
 PLAIN = AttentionKind()
 
 
@@ -66,15 +63,6 @@ class _Shape:
         }  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class _Groups:
-    """The prefix groups of a step on the device; requests count from the first that decodes."""
-
-    tiles: Tensor  # [N, 3] int32: first of its members, how many, keys in common
-    members: Tensor  # [M] int32
-    shared_lens: Tensor  # [B] int32: keys that a group reads for request b
-
-
 class TritonAttention:
     """AttentionBackend over any pool on a GPU (on a CPU under TRITON_INTERPRET=1, for tests), of every kind."""
 
@@ -90,7 +78,6 @@ class TritonAttention:
         self._batch: BatchMeta | None = None
         self._num_decode = 0
         self._tiles: Tensor | None = None  # [N, 2] int32: request, first new token
-        self._groups: _Groups | None = None
 
     def begin(self, batch: BatchMeta) -> None:
         self._batch = batch
@@ -103,17 +90,11 @@ class TritonAttention:
             tile = self._extend_tile(batch.table.device)
             tiles = extend_tiles(np.diff(bounds[: num_extend + 1]), tile)
             self._tiles = to_device(tiles, device)
-        self._groups = None
-        if batch.prefix_groups:
-            made = group_tiles(
-                batch.prefix_groups, first_request=num_extend, num_decode=self._num_decode, tile=self._group_tile
-            )
-            self._groups = _Groups(*(to_device(array, device) for array in made))
 
     def begin_graph(self, batch: BatchMeta) -> None:
         """Begin a decode step that is captured or replayed: everything it reads is in ``batch``."""
         self._batch, self._num_decode = batch, batch.rows.shape[0]
-        self._tiles = self._groups = None
+        self._tiles = None
 
     def forward(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
         return self._run(layer, q, k, v, None, sinks)
@@ -158,28 +139,17 @@ class TritonAttention:
         shape, size = self._shape, self._num_decode
         first = (batch.num_tokens - size, batch.rows.shape[0] - size)  # token, request
         splits = num_splits(size, shape.num_kv_heads)
-        parts = splits + (GROUP_SPLITS if self._groups is not None else 0)
-        part_out = torch.empty((size, shape.num_heads, parts, shape.head_dim), device=q.device)
-        part_lse = torch.empty((size, shape.num_heads, parts), device=q.device)
-        shared_lens = batch.seq_lens  # not read
+        part_out = torch.empty((size, shape.num_heads, splits, shape.head_dim), device=q.device)
+        part_lse = torch.empty((size, shape.num_heads, splits), device=q.device)
         block = 64 if q.dtype != torch.float32 else 32
         common, constants = self._numbers(q, kv[0], batch.table, kind, scales[0]), shape.constants(q.dtype, kind)
-        if self._groups is not None:
-            shared_lens = self._groups.shared_lens
-            part_lse[:, :, splits:] = -math.inf  # of requests in no group
-            kernels.group_parts[(len(self._groups.tiles), shape.num_kv_heads, GROUP_SPLITS)](
-                q, *kv, batch.table, batch.rows, batch.seq_lens, self._groups.tiles, self._groups.members, part_out,
-                part_lse, *first, GROUP_SPLITS, parts, *common, **constants, GROUP_ROWS=shape.group_rows,
-                TILE=self._group_tile, BLOCK=block,
-            )  # fmt: skip
         kernels.decode_parts[(size, shape.num_kv_heads, splits)](
-            q, *kv, batch.table, batch.rows, batch.seq_lens, shared_lens, part_out, part_lse, *first, splits,
-            parts, *common, **constants, GROUP_ROWS=max(16, shape.group_rows), BLOCK=block,
-            CASCADE=self._groups is not None,
+            q, *kv, batch.table, batch.rows, batch.seq_lens, part_out, part_lse, *first, splits, *common, **constants,
+            GROUP_ROWS=max(16, shape.group_rows), BLOCK=block,
         )  # fmt: skip
         kernels.merge_parts[(size, shape.num_heads)](
-            part_out, part_lse, out, out if sinks is None else sinks, first[0], parts, shape.num_heads,
-            scales[1], BLOCK_PARTS=triton.next_power_of_2(MAX_SPLITS + parts - splits), D=shape.head_dim,
+            part_out, part_lse, out, out if sinks is None else sinks, first[0], splits, shape.num_heads,
+            scales[1], BLOCK_PARTS=MAX_SPLITS, D=shape.head_dim,
             BLOCK_D=shape.block_d, SINKS=sinks is not None, **FUSED,
         )  # fmt: skip
 
@@ -192,10 +162,6 @@ class TritonAttention:
         scale, cap = (scale * log2_e, 0.0) if cap is None else (scale / cap, cap * log2_e)
         strides = q.stride(0), keys.stride(0), keys.stride(1), table.stride(0)
         return scale, cap, kind.window or 0, kind.chunk or 0, *strides, self._shape.num_heads
-
-    @property
-    def _group_tile(self) -> int:
-        return max(1, GROUP_TILE_ROWS // self._shape.group_rows)
 
     def _extend_tile(self, device: torch.device) -> int:
         """Choose the new tokens of a tile: 128 rows on a GPU; fewer are quicker to interpret."""
@@ -244,18 +210,3 @@ def extend_tiles(counts: npt.NDArray[np.int32], tile: int) -> npt.NDArray[np.int
     index = np.arange(len(request), dtype=np.int32) - np.repeat(np.cumsum(tiles_of) - tiles_of, tiles_of)
     made = np.stack((request, index * tile), axis=1).astype(np.int32)
     return np.ascontiguousarray(made[np.argsort(-made[:, 1], kind="stable")])
-
-
-def group_tiles(
-    groups: tuple[PrefixGroup, ...], *, first_request: int, num_decode: int, tile: int
-) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32], npt.NDArray[np.int32]]:
-    """Make the arrays of `_Groups`: at most ``tile`` members per tile."""
-    members = np.concatenate([group.members - first_request for group in groups]).astype(np.int32)
-    shared_lens = np.zeros(num_decode, np.int32)
-    tiles, first = [], 0
-    for group in groups:
-        count = len(group.members)
-        shared_lens[members[first : first + count]] = group.length
-        tiles += [(first + at, min(tile, count - at), group.length) for at in range(0, count, tile)]
-        first += count
-    return np.array(tiles, np.int32), members, shared_lens

@@ -10,7 +10,7 @@ import torch
 MIN_BYTES = 128 << 20  # what FlashInfer recommends
 INT_BYTES = 8 << 20  # of each wrapper, by its constructor
 PROMPT_TILE = 128  # new tokens in a tile of FA3
-EAGER_WRAPPERS = 4  # extend twice, group, decode
+EAGER_WRAPPERS = 3  # extend twice, decode
 
 
 def workspace_bytes(*, num_heads: int, num_kv_heads: int, head_dim: int, graph_rows: int, num_sms: int) -> int:

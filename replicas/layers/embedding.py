@@ -139,10 +139,13 @@ class ParallelLMHead(Layer):
         [S, 0]. They are gathered in the dtype of the product."""
         if x.shape[0] == 0:
             return x.new_empty(0, self._vocab_size, dtype=torch.float32)
-        logits = self._tp.gather(self.matmul(x))
-        if logits is None:
+        logits = self.matmul(x)
+        if self._tp.size == 1:
+            return logits.float()
+        joined = self._tp.gather(logits)
+        if joined is None:
             return x.new_empty(x.shape[0], 0, dtype=torch.float32)
-        return logits[:, : self._vocab_size].float()
+        return joined[:, : self._vocab_size].float()
 
 
 def _format_of(weight: Piece | None, format_: WeightFormat) -> WeightFormat:

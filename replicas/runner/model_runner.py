@@ -61,7 +61,6 @@ from replicas.scheduler.plan import (
     ExtendPlan,
     FailedStep,
     PendingStep,
-    PrefixGroup,
     SampleRow,
     StepPlan,
     StepResult,
@@ -411,11 +410,6 @@ class ModelRunner:
         logits, _ = forward(idle_decode(1, row=self.max_running, seq_len=2))
         if self.tp.rank == 0:
             self._sampler.warm_up(logits, on_device=self._samples_on_device)
-        shared_len = self.pool.page_size
-        if self.device.type == "cuda" and shared_len < self._config.model.context_len:
-            group = PrefixGroup(members=np.arange(2, dtype=np.int32), length=shared_len)
-            plan = idle_decode(2, row=self.max_running, seq_len=shared_len + 1, groups=(group,))
-            forward(plan)  # kernels that only a group has
         self._capture_graphs()
         if self.device.type == "cuda":
             run_largest_step(

@@ -133,7 +133,7 @@ def idle_extend(row: int, num_tokens: int) -> ExtendPlan:
     return ExtendPlan(table_writes=(), rows=(whole,), sampling=())
 
 
-def idle_decode(size: int, *, row: int = 0, seq_len: int = 1, groups: tuple[PrefixGroup, ...] = ()) -> DecodePlan:
+def idle_decode(size: int, *, row: int = 0, seq_len: int = 1) -> DecodePlan:
     """Plan a decode step of ``size`` requests that read and write the sink alone; ``row`` of the table is zeros."""
     zeros = np.zeros(size, dtype=np.int32)
     return DecodePlan(
@@ -143,7 +143,6 @@ def idle_decode(size: int, *, row: int = 0, seq_len: int = 1, groups: tuple[Pref
         seq_lens=zeros + np.int32(seq_len),
         slots=zeros,
         sampling=(),
-        prefix_groups=groups,
     )
 
 

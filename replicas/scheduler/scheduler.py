@@ -273,7 +273,7 @@ class Scheduler:
     def _decode_plan(self, rows: DecodeRows) -> DecodePlan:
         """Plan a step of all running requests, whose ``rows`` have slots."""
         reqs, groups = self.queues.running, self._groups(self.queues.running)
-        min_saved = self._config.cascade_saves or 0 if self._config.cascade else None
+        min_saved = self._config.cascade_saves if self._config.cascade else None
         for feature in self.features.values():
             if (plan := feature.plan(reqs, rows, groups, min_saved=min_saved)) is not None:
                 return plan
@@ -290,4 +290,4 @@ class Scheduler:
     def _groups(self, reqs: list[Req], *, first: int = 0) -> tuple[PrefixGroup, ...]:
         """Find which of ``reqs``, the first of which is the step's row ``first``, begin with the same pages."""
         config = self._config
-        return self._shared.groups(reqs, first=first, min_saved=config.cascade_saves or 0) if config.cascade else ()
+        return self._shared.groups(reqs, first=first, min_saved=config.cascade_saves) if config.cascade else ()

@@ -63,7 +63,7 @@ MANY: dict[str, str] = {
         *(f"replicas.attention.cpu_pages.{name}" for name in ("read_block", "tokens_at")),
         "replicas.attention.cpu_pairs.multiply_pairs",
         *(f"replicas.attention.triton_kernels.{name}" for name in (
-            "_attend", "decode_parts", "group_parts", "merge_parts", "extend", "turn_and_store", "store")),
+            "_attend", "decode_parts", "merge_parts", "extend", "turn_and_store", "store")),
         "replicas.kernels.adapters.low_rank.multiply_narrow",
         *(f"replicas.kernels.adapters.triton_low_rank.{name}" for name in ("shrink", "expand")),
         *(f"replicas.kernels.experts.triton_grouped.{name}" for name in (

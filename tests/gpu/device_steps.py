@@ -3,7 +3,6 @@
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -11,7 +10,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from replicas.attention.base import AttentionBackend, BatchMeta
 from replicas.attention.torch_native import PLAIN, TorchNativeAttention
 from replicas.config import AttentionKind
-from replicas.scheduler.plan import PrefixGroup
 from tests.attention_steps import SmallPool, Step, make_step
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -31,16 +29,6 @@ def device_step(
     qkv = torch.cat((step.q, step.k, step.v), dim=1).to(device, dtype)  # heads of a token in one row, as the model's
     q, k, v = qkv.split([step.q.shape[1], step.k.shape[1], step.v.shape[1]], dim=1)
     return replace(step, pool=pool, batch=meta, q=q, k=k, v=v)
-
-
-def share(step: Step, members: list[int], length: int, *, num_decode: int) -> None:
-    """Let requests ``members`` of ``step`` have the first one's pages at [0, length), and say so."""
-    batch = step.batch
-    rows = batch.rows[members].long()
-    batch.table[rows[1:], :length] = batch.table[rows[0], :length].clone()
-    group = PrefixGroup(members=np.array(members, np.int32), length=length)
-    batch.prefix_groups = (*batch.prefix_groups, group)
-    batch.num_decode = num_decode
 
 
 def run(backend: AttentionBackend, step: Step, *, kind: AttentionKind = PLAIN, layer: int = 0) -> Tensor:

@@ -45,7 +45,7 @@ READS = {Tensor.__bool__, Tensor.__float__, Tensor.__index__, Tensor.__int__, Te
 DTYPES = {  # of what the Triton kernels are given, by name; the rest is in the model's dtype or the pool's
     name: dtype
     for dtype, names in {
-        torch.int32: "table rows seq_lens shared_lens tiles members qo_indptr prefix_lens",
+        torch.int32: "table rows seq_lens tiles qo_indptr prefix_lens",
         torch.int64: "out_slots",
         torch.float32: "part_out part_lse",
     }.items()

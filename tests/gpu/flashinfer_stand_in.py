@@ -7,7 +7,6 @@ Owns:      CALLS, which its users clear.
 """
 
 import importlib
-import math
 import sys
 from types import ModuleType
 from typing import Any
@@ -78,7 +77,6 @@ class _Wrapper:
         if out is None:
             out = torch.empty_like(q)
         assert (out.shape, out.dtype) == (q.shape, q.dtype)
-        lse = torch.empty(q.shape[:2], device=q.device)  # [T, H]
 
         def compute() -> None:
             for b in range(len(self.last)):
@@ -87,10 +85,10 @@ class _Wrapper:
                 read = (x.float()[pages].transpose(1, 2).flatten(0, 1)[:length] for x in kv)
                 k, v = (x * scale for x, scale in zip(read, scales, strict=True))  # [n, K, D]
                 span = slice(int(self.bounds[b]), int(self.bounds[b + 1]))
-                out[span], lse[span] = _attend(q[span].float(), k, v, causal=self.causal, **self.kind)
+                out[span] = _attend(q[span].float(), k, v, causal=self.causal, **self.kind)
 
         fake_cuda.FAKE.kernel(compute)  # of the plan at the time of a replay
-        return (out, lse) if options.get("return_lse") else out
+        return out
 
 
 class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
@@ -118,21 +116,11 @@ class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
         self.causal = options["causal"]
 
 
-def merge_state(v_a: Tensor, s_a: Tensor, v_b: Tensor, s_b: Tensor) -> tuple[Tensor, Tensor]:
-    CALLS.append(("merge_state", "", (v_a, s_a, v_b, s_b), {}))
-    assert s_a.dtype == s_b.dtype == torch.float32
-    assert v_a.shape == v_b.shape == (*s_a.shape, v_a.shape[2])
-    assert all(x.is_contiguous() for x in (v_a, s_a, v_b, s_b))
-    both = torch.stack((s_a, s_b)) * math.log(2)
-    weights = torch.softmax(both, dim=0)[..., None]
-    return (weights[0] * v_a + weights[1] * v_b).to(v_a.dtype), both.logsumexp(0) / math.log(2)
-
-
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool, sm_scale: float | None, window_left: int | None,
     logits_soft_cap: float | None,
-) -> tuple[Tensor, Tensor]:
-    """q [E, H, D], k and v [n, K, D] -> [E, H, D] and the base-2 logarithms of the sums of weights [E, H]."""
+) -> Tensor:
+    """q [E, H, D], k and v [n, K, D] -> [E, H, D]."""
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     score = torch.einsum("ehd,nhd->ehn", q, k) * (q.shape[2] ** -0.5 if sm_scale is None else sm_scale)
     if logits_soft_cap:
@@ -143,13 +131,13 @@ def _attend(
         score = score.masked_fill(unseen[:, None], -torch.inf)
     if causal:
         score = score.masked_fill((position > position[len(k) - len(q) :, None])[:, None], -torch.inf)
-    return torch.einsum("ehn,nhd->ehd", score.softmax(-1), v), score.logsumexp(-1) / math.log(2)
+    return torch.einsum("ehn,nhd->ehd", score.softmax(-1), v)
 
 
 def install(monkeypatch: pytest.MonkeyPatch) -> Any:
     """replicas/attention/flashinfer.py, imported anew over this module, with a small workspace."""
     stand_in = ModuleType("flashinfer")
-    for thing in (BatchDecodeWithPagedKVCacheWrapper, BatchPrefillWithPagedKVCacheWrapper, merge_state):
+    for thing in (BatchDecodeWithPagedKVCacheWrapper, BatchPrefillWithPagedKVCacheWrapper):
         setattr(stand_in, thing.__name__, thing)
     name = "replicas.attention.flashinfer"
     monkeypatch.setitem(sys.modules, "flashinfer", stand_in)

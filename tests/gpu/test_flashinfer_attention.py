@@ -27,7 +27,7 @@ from replicas.errors import EngineDead, InvalidConfig
 from replicas.memory.pool import MHATokenToKVPool
 from tests.attention_steps import Step
 from tests.gpu import fake_cuda, flashinfer_stand_in
-from tests.gpu.device_steps import DEVICE, device_step, error, oracle, run, share
+from tests.gpu.device_steps import DEVICE, device_step, error, oracle, run
 from tests.gpu.flashinfer_stand_in import CALLS
 from tests.gpu.triton_or_skip import triton_paged
 
@@ -60,7 +60,7 @@ ALLOWED = 4e-3  # fp16
 @pytest.mark.parametrize("page_size", [1, 16])
 @pytest.mark.parametrize(("dtype", "allowed"), [(torch.float16, ALLOWED), (torch.bfloat16, 3e-2)], ids=["fp16", "bf16"])
 @pytest.mark.parametrize("heads", [(9, 3), (8, 2), (14, 2)], ids=lambda h: f"{h[0]}q{h[1]}kv")
-def test_decode_extend_and_a_group_equal_the_oracle(
+def test_decode_and_extend_equal_the_oracle(
     flashinfer_attention: Any, heads: tuple[int, int], dtype: torch.dtype, allowed: float, page_size: int
 ) -> None:
     """Both decode kernels of FlashInfer: 3 query heads a KV head, and 4 and 7, for which tensor cores decode."""
@@ -68,15 +68,12 @@ def test_decode_extend_and_a_group_equal_the_oracle(
     for lengths in ([(0, 1), (1, 1), (16, 1), (70, 1)], [(0, 9), (33, 20), (16, 1)]):
         step = half_step(lengths, **shape)
         assert error(backend(flashinfer_attention, step), step) < allowed
-    step = half_step([(40, 1), (3, 1), (33, 1)], **shape)
-    share(step, [0, 2], 32, num_decode=3)
-    assert error(backend(flashinfer_attention, step), step) < allowed
 
 
-def test_a_mixed_step_with_a_group_equals_the_oracle(flashinfer_attention: Any) -> None:
-    """One request extends; four decode, of which two share 32 keys."""
+def test_a_mixed_step_equals_the_oracle(flashinfer_attention: Any) -> None:
+    """One request extends; four decode."""
     step = half_step([(30, 9), (40, 1), (33, 1), (60, 1), (3, 1)])
-    share(step, [1, 3], 32, num_decode=4)
+    step.batch.num_decode = 4
     assert error(backend(flashinfer_attention, step), step) < ALLOWED
 
 
@@ -84,9 +81,9 @@ def test_a_mixed_step_with_a_group_equals_the_oracle(flashinfer_attention: Any) 
     "kind", [AttentionKind(window=27), AttentionKind(scale=0.2, soft_cap=5.0), AttentionKind(window=40, soft_cap=4.0)]
 )
 def test_layers_of_one_kind_equal_the_oracle(flashinfer_attention: Any, kind: AttentionKind) -> None:
-    """A mixed step with a group; the first page of a request beyond the window is not asked for."""
+    """A mixed step; the first page of a request beyond the window is not asked for."""
     step = half_step([(50, 9), (70, 1), (40, 1), (43, 1), (3, 1)])
-    share(step, [2, 3], 32, num_decode=4)
+    step.batch.num_decode = 4
     assert error(backend(flashinfer_attention, step, kind), step, kind=kind) < ALLOWED
     assert float((run(backend(flashinfer_attention, step), step) - oracle(step, kind=kind)).abs().max()) > 0.01
     attention = backend(flashinfer_attention, step, kind)
@@ -131,15 +128,13 @@ FAR_PAGES = 81_920 if DEVICE == "cuda" else 200  # of 64 KiB: 5 GiB, further tha
 
 
 @pytest.mark.parametrize("prefill", ["fa2", "fa3"])
-@pytest.mark.parametrize("kind", ["decode", "extend", "group"])
+@pytest.mark.parametrize("kind", ["decode", "extend"])
 def test_the_last_pages_of_a_large_pool_are_read_and_written(
     flashinfer_attention: Any, kind: str, prefill: str
 ) -> None:
     """32 query heads and 8 of K and V of 128 dimensions, in bf16. On a CPU the pool is small."""
     lengths = [(0, 9), (33, 20), (16, 1)] if kind == "extend" else [(40, 1), (3, 1), (33, 1)]
     step = half_step(lengths, dtype=torch.bfloat16, num_heads=32, num_kv_heads=8, head_dim=128)
-    if kind == "group":
-        share(step, [0, 2], 32, num_decode=3)
     wanted = oracle(step)
     near = step.pool.data
     far = torch.zeros(FAR_PAGES, *near.shape[1:], dtype=near.dtype, device=near.device)
@@ -152,9 +147,9 @@ def test_the_last_pages_of_a_large_pool_are_read_and_written(
     assert not far[: -len(near)].any()
 
 
-def test_a_step_for_a_graph_takes_the_wrapper_of_its_size_and_leaves_groups_out(flashinfer_attention: Any) -> None:
+def test_a_step_for_a_graph_takes_the_wrapper_of_its_size(flashinfer_attention: Any) -> None:
     step = half_step([(40, 1), (40, 1), (9, 1)])
-    share(step, [0, 1], 32, num_decode=3)
+    step.batch.num_decode = 3
     attention = backend(flashinfer_attention, step)
     attention.begin_graph(step.batch)
     first = attention.forward(0, step.q, step.k, step.v)
@@ -208,7 +203,7 @@ def failing(text: str) -> Any:
 def test_auto_takes_flashinfer_where_its_trial_step_runs(
     flashinfer_attention: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The trial is two mixed steps with a group, so that every kernel and the merge is there before the first request.
+    """The trial is two mixed steps, so that every kernel is there before the first request.
     What first use compiles is said before it, and ninja is found though the environment was not activated."""
     scripts = sysconfig.get_path("scripts")
     elsewhere = os.pathsep.join(place for place in os.environ["PATH"].split(os.pathsep) if place != scripts)
@@ -223,12 +218,11 @@ def test_auto_takes_flashinfer_where_its_trial_step_runs(
     ]
     assert os.environ["PATH"] == scripts + os.pathsep + elsewhere
     if DEVICE == "cpu":
-        assert [method for _, method, _, _ in CALLS].count("run") == 2 * 3
-        assert CALLS[-1][0] == "merge_state"
+        assert [method for _, method, _, _ in CALLS].count("run") == 2 * 2
         backends = [
             options.get("backend") for name, method, _, options in CALLS if "Prefill" in name and method == "__init__"
         ]
-        assert backends == ["fa2", "fa2", "fa3"]
+        assert backends == ["fa2", "fa3"]
 
 
 def test_auto_takes_triton_where_flashinfer_fails_in_its_trial_step(
@@ -300,7 +294,7 @@ def test_every_call_fits_the_real_librarys_signature(
     flashinfer_attention: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     step = half_step([(30, 9), (40, 1), (33, 1), (60, 1)])
-    share(step, [1, 3], 32, num_decode=3)
+    step.batch.num_decode = 3
     attention = backend(flashinfer_attention, step)
     attention.begin(step.batch)
     attention.forward(0, step.q, step.k, step.v)
@@ -324,4 +318,4 @@ def test_every_call_fits_the_real_librarys_signature(
         (kind, method)
         for kind in ("BatchDecodeWithPagedKVCacheWrapper", "BatchPrefillWithPagedKVCacheWrapper")
         for method in ("__init__", "plan", "run")
-    } | {("merge_state", "")}
+    }

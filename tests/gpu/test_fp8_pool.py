@@ -19,7 +19,7 @@ from replicas.memory.scaled_pool import Fp8KVPool, kv_pool
 from replicas.resolve import resolve
 from tests.attention_steps import Step
 from tests.gpu import fake_cuda, flashinfer_stand_in
-from tests.gpu.device_steps import DEVICE, device_step, run, share
+from tests.gpu.device_steps import DEVICE, device_step, run
 from tests.gpu.rigs import engine_config, make_rig
 from tests.gpu.triton_or_skip import triton_paged
 from tests.numerics import tiny
@@ -45,16 +45,15 @@ def fp8_step(lengths: list[tuple[int, int]], k_scale: float, v_scale: float) -> 
 
 @pytest.mark.parametrize("kind", ["triton", "flashinfer"])
 @pytest.mark.parametrize("scales", [(1.0, 1.0), (2.0**-5, 2.0**-6)], ids=str)
-def test_a_mixed_step_with_a_group_equals_the_oracle_over_the_same_bytes(
+def test_a_mixed_step_equals_the_oracle_over_the_same_bytes(
     kind: str, scales: tuple[float, float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One request extends, four decode, two of which share 32 keys; values above what the format holds, times the
+    """One request extends, four decode; values above what the format holds, times the
     scale of the second layer, are cut."""
     if DEVICE == "cpu":
         monkeypatch.setattr(triton_paged, "PROGRAMS", 24)
-        monkeypatch.setattr(triton_paged, "GROUP_SPLITS", 2)
     step = fp8_step([(30, 9), (40, 1), (33, 1), (60, 1), (3, 1)], *scales)
-    share(step, [1, 3], 32, num_decode=4)
+    step.batch.num_decode = 4
     heads = {"num_heads": 8, "num_kv_heads": 2, "head_dim": 64}
     if kind == "triton":
         got = run(triton_paged.TritonAttention(step.pool, **heads), step, layer=1)

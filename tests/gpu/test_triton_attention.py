@@ -4,11 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from replicas.attention.page_lists import page_bounds
 from replicas.config import AttentionKind
-from replicas.scheduler.plan import PrefixGroup
 from tests.attention_steps import Step
-from tests.gpu.device_steps import DEVICE, device_step, error, oracle, run, share
+from tests.gpu.device_steps import DEVICE, device_step, error, oracle, run
 from tests.gpu.triton_or_skip import triton_paged
 
 DTYPES = [
@@ -28,7 +26,6 @@ def few_splits(monkeypatch: pytest.MonkeyPatch) -> None:
     """An interpreted program takes a millisecond, so there are few; on a GPU as many as in production."""
     if DEVICE == "cpu":
         monkeypatch.setattr(triton_paged, "PROGRAMS", 24)
-        monkeypatch.setattr(triton_paged, "GROUP_SPLITS", 2)
 
 
 def backend(step: Step, *kinds: AttentionKind) -> triton_paged.TritonAttention:
@@ -69,21 +66,6 @@ def test_a_mixed_step_equals_the_oracle() -> None:
     assert error(backend(step), step) < 1e-5
 
 
-def test_groups_of_requests_that_decode_read_their_prefix_once_and_answer_the_same() -> None:
-    """18 requests share 48 keys, more than a tile holds (16), 2 others share 16, one shares nothing."""
-    lengths = [(50 + i, 1) for i in range(18)] + [(30, 1), (16, 1), (50, 1)]
-    step = device_step(lengths, page_size=16, num_heads=4, num_kv_heads=1)
-    share(step, list(range(18)), 48, num_decode=21)
-    share(step, [18, 19], 16, num_decode=21)
-    assert error(backend(step), step) < 1e-5
-
-
-def test_a_prefix_group_within_a_mixed_step_counts_from_the_first_request() -> None:
-    step = device_step([(30, 9), (40, 1), (33, 1), (60, 1)], page_size=16, num_heads=4, num_kv_heads=2)
-    share(step, [1, 3], 32, num_decode=3)
-    assert error(backend(step), step) < 1e-5
-
-
 KINDS = {
     "scale and cap": AttentionKind(scale=0.3, soft_cap=4.0),
     "window": AttentionKind(window=27),
@@ -92,25 +74,13 @@ KINDS = {
 
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
-def test_layers_that_do_more_equal_the_oracle_in_mixed_steps_with_groups(kind: AttentionKind) -> None:
-    """Two extend, three decode, of which two share 32 keys: more than some of their windows reach."""
+def test_layers_that_do_more_equal_the_oracle_in_mixed_steps(kind: AttentionKind) -> None:
+    """Two extend, three decode: more than some of their windows reach."""
     lengths = [(50, 9), (0, 20), (40, 1), (70, 1), (17, 1)]
     step = device_step(lengths, page_size=16, num_heads=2, num_kv_heads=1)
-    share(step, [2, 3], 32, num_decode=3)
+    step.batch.num_decode = 3
     assert error(backend(step, kind), step, kind=kind) < 1e-5
     assert float((run(backend(step), step) - oracle(step, kind=kind)).abs().max()) > 0.01, "the kind does something"
-
-
-def test_what_a_group_reads_is_not_read_again() -> None:
-    """Another page in the second member's table changes nothing within the group's 32 keys, and something after."""
-    step = device_step([(40, 1), (40, 1), (40, 1)], page_size=16, num_heads=4, num_kv_heads=1)
-    share(step, [0, 1], 32, num_decode=3)
-    wanted = run(backend(step), step)
-    row, other = int(step.batch.rows[1]), int(step.batch.rows[2])
-    step.batch.table[row, :16] = step.batch.table[other, :16]
-    assert torch.equal(run(backend(step), step), wanted)
-    step.batch.table[row, 32:40] = step.batch.table[other, 32:40]
-    assert not torch.equal(run(backend(step), step)[1], wanted[1])
 
 
 def test_new_keys_and_values_land_in_their_slots_and_nowhere_else() -> None:
@@ -140,15 +110,3 @@ def test_splits_are_a_power_of_two_and_make_at_most_2048_programs(monkeypatch: p
 def test_tiles_with_the_most_keys_come_first() -> None:
     """Requests of 5 and 33 new tokens in tiles of 16."""
     assert triton_paged.extend_tiles(np.array([5, 33]), 16).tolist() == [[1, 32], [1, 16], [0, 0], [1, 0]]
-
-
-def test_groups_are_cut_into_tiles_of_a_bounded_number_of_members() -> None:
-    groups = (
-        PrefixGroup(members=np.array([2, 5, 6], np.int32), length=64),
-        PrefixGroup(members=np.array([3, 4], np.int32), length=16),
-    )
-    tiles, members, shared = triton_paged.group_tiles(groups, first_request=2, num_decode=5, tile=2)
-    assert members.tolist() == [0, 3, 4, 1, 2]
-    assert tiles.tolist() == [[0, 2, 64], [2, 1, 64], [3, 2, 16]]
-    assert shared.tolist() == [64, 16, 16, 64, 64]
-    assert page_bounds(np.array([70], np.int32), 16)[0].tolist() == [0, 5]

@@ -29,7 +29,7 @@ from triton.compiler import ASTSource
 from replicas.kernels import gpu
 
 KINDS = [
-    ("*i32", "counts table rows seq_lens shared_lens tiles members qo_indptr prefix_lens choices experts"),
+    ("*i32", "counts table rows seq_lens tiles qo_indptr prefix_lens choices experts"),
     ("*i64", "ids out_slots index rules tokens head_ids places penalties records"),
     ("*fp32", "low part_out part_lse logits peaks scaled head_values made weights bias"),
     ("fp32", "scaling scale cap eps v_scale k_inverse v_inverse"),
@@ -75,7 +75,7 @@ def test_every_kernel_compiles_for_a_hopper_gpu(
     common = shape | {"BLOCK": 64, "LIMITED": special, "CAPPED": special, "PRECISION": "tf32"}
     scaled = {"LARGEST": 0.0 if pool == dtype else 57_344.0 if pool == "*fp8e5" else 448.0}
     store = scaled | {key: shape[key] for key in ("PAGE", "D", "BLOCK_D")}
-    merge = {"BLOCK_PARTS": 64, "D": head_dim, "BLOCK_D": head_dim, "SINKS": special}
+    merge = {"BLOCK_PARTS": triton_paged.MAX_SPLITS, "D": head_dim, "BLOCK_D": head_dim, "SINKS": special}
     turn = scaled | {"NORMS": True, "PAGE": 16, "D": head_dim, "HALF": head_dim // 2}
     attention, elementwise = "attention.triton_kernels", "kernels.triton_rows"
     experts, tile = "kernels.experts.triton_grouped", {"BLOCK_N": on_gpu.BLOCK_N, "BLOCK_K": on_gpu.BLOCK_K}
@@ -88,8 +88,7 @@ def test_every_kernel_compiles_for_a_hopper_gpu(
     expand = {"PARTS": 1 if special else chunks, "BLOCK_N": low_rank.BLOCK_N, "PRECISION": "tf32"}
     cases = [
         (attention, "extend", common | {"GROUP_ROWS": rows, "TILE": 128 // rows, "SINKS": special}, 8),
-        (attention, "decode_parts", common | {"GROUP_ROWS": max(16, rows), "CASCADE": True}, 4),
-        (attention, "group_parts", common | {"GROUP_ROWS": rows, "TILE": triton_paged.GROUP_TILE_ROWS // rows}, 4),
+        (attention, "decode_parts", common | {"GROUP_ROWS": max(16, rows)}, 4),
         (attention, "merge_parts", merge, 4),
         (attention, "store", store, 1),
         (attention, "turn_and_store", turn, 1),

@@ -82,12 +82,10 @@ def test_eviction_by_priority_is_refused_where_priorities_are_ignored(name: str)
     resolve(model_config(), CPU, cache=cache, scheduler=SchedulerConfig(priorities="on"))
 
 
-def test_reading_a_prefix_together_pays_from_64_times_as_many_tokens_on_a_gpu() -> None:
-    """A step with a group costs a GPU's host a millisecond more; on a CPU it costs nothing."""
-    gpu = Hardware(device="cuda", num_cpus=2, available_memory_bytes=1 << 30)
-    assert resolve(model_config(), CPU).scheduler.cascade_saves == 256
-    assert resolve(model_config(), gpu).scheduler.cascade_saves == 16_384
-    assert resolve(model_config(), gpu).origin["scheduler.cascade_saves"] == "default on cuda"
+def test_a_prefix_is_read_once_for_a_group_on_a_cpu_alone() -> None:
+    on_gpu = resolve(model_config(), Hardware(device="cuda", num_cpus=2, available_memory_bytes=1 << 30))
+    assert (resolve(model_config(), CPU).scheduler.cascade, on_gpu.scheduler.cascade) == (True, False)
+    assert on_gpu.origin["scheduler.cascade"] == "each request reads its own prefix on a GPU"
 
 
 def test_a_cpu_runs_64_requests_at_once_and_a_gpu_what_its_pool_carries_unless_told() -> None:

@@ -241,8 +241,9 @@ async def test_server_info_shows_a_pool_that_adds_up(client: httpx.AsyncClient) 
         assert state["replica"]["attention_why"] == "the fast one of this device"
         assert state["replica"]["products"].startswith("own, ")
         assert state["replica"]["kernels"] == instruction_set()
-        assert told["scheduler"]["cascade_saves"] == 256  # SPEC L04: nobody set it
-        assert state["replica"]["filled_in"]["scheduler.cascade_saves"] == {"value": 256, "why": "default on cpu"}
+        assert told["scheduler"]["chunked_prefill_size"] == 512  # SPEC L04: nobody set it
+        filled_in = state["replica"]["filled_in"]["scheduler.chunked_prefill_size"]
+        assert filled_in == {"value": 512, "why": "default on cpu"}
         assert told["cache"]["kv_dtype"] == "float32"
         assert told["tokenizer_path"] == MODEL
 

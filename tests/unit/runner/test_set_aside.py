@@ -38,10 +38,10 @@ def test_many_heads_need_more(graph_rows: int, num_sms: int, wanted: int) -> Non
     assert wanted <= made <= wanted + 4096
 
 
-def test_flashinfer_takes_its_workspace_integers_of_four_wrappers_and_the_page_numbers_of_graphs() -> None:
+def test_flashinfer_takes_its_workspace_integers_of_three_wrappers_and_the_page_numbers_of_graphs() -> None:
     """256 rows of 8,192 pages, 4 bytes each, are 8 MiB."""
     made = attention_bytes(**SMALL, graph_rows=256, num_sms=132, max_pages=8192)
-    assert made == (128 + 4 * 8 + 8) << 20
+    assert made == (128 + 3 * 8 + 8) << 20
 
 
 def config(**changes: object) -> EngineConfig:
