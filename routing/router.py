@@ -300,11 +300,11 @@ class Router:
             self._fleet.candidates, query, eligible, usable, now_s, max_new_tokens=query.max_new_tokens, waits=waits
         )
         candidates = look()
-        turn = self._turn(query, again)
-        choice = self._policy(query, candidates, turn)
+        choice = self._policy(query, candidates, self._turn(query, again))
+        fetch = candidates.fetch(choice.index)
         stale = self.link.measured and self.link.unsure
-        if stale and candidates.fetches is not None and candidates.fetch(choice.index) is None:
-            candidates = look(tries=choice.index)  # where it goes anyway: a hope that is wrong changes no choice
+        if stale and candidates.fetches is not None and fetch is None and again is None:
+            fetch = look(tries=choice.index).fetch(choice.index)  # a hope that is wrong changes no choice, no estimate
         overlap_tokens = candidates.overlap_tokens
         compared = range(len(views)) if choice.compared is None else choice.compared
         best, terms = int(overlap_tokens.argmax()), candidates.terms
@@ -331,7 +331,7 @@ class Router:
             dry_run=dry_run,
             gone_tokens=int(terms.gone_tokens[choice.index]),
             prefill_tokens_per_s=float(terms.prefill_tokens_per_s[choice.index]),
-            fetch=candidates.fetch(choice.index),
+            fetch=fetch,
         )
         return decision, pages
 

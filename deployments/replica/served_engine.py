@@ -21,7 +21,7 @@ import os
 import time
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
@@ -133,6 +133,7 @@ class ServedEngine:
         """``moves``: of the cached pages, to and from other replicas; it is stopped with the engine, as is
         ``kv_events``: what else hears of its cache."""
         self._kv_events = kv_events
+        self._publisher: asyncio.Task[None] | None = None
         self._publish_again_s = 0.0
         self.loop = loop
         self.replica_id = replica_id
@@ -339,10 +340,11 @@ class ServedEngine:
         if self._moves is not None:
             await self._moves.finish()
             await self._moves.stop()
-        if self._reporter is not None:
-            self._reporter.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._reporter
+        for task in (self._reporter, self._publisher):
+            if task is not None:
+                task.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await task
         if self._kv_events is not None:
             await asyncio.to_thread(self._kv_events.close)
         for client in list(self._clients.values()):
@@ -431,17 +433,27 @@ class ServedEngine:
             for client in list(self._clients.values()):
                 client.report(frames)
             if self._kv_events is not None:
-                await self._publish(self._kv_events, events)
+                self._publish(self._kv_events, events)
             self._outputs.drop_old()
             await asyncio.sleep(self._report_period_s)
 
-    async def _publish(self, to: KvEvents, events: CacheEvents) -> None:
-        """Tell subscribers of ``events``. What fails is told anew, later: routers and steps do not wait for it."""
-        if time.monotonic() < self._publish_again_s:
+    def _publish(self, to: KvEvents, events: CacheEvents) -> None:
+        """Tell subscribers of ``events``. What fails or is missing is told anew, later: nothing else waits for it."""
+        if time.monotonic() < self._publish_again_s or (self._publisher is not None and not self._publisher.done()):
             return
-        try:
+        with self._publishing():
             if not to.publish(events):
-                to.start_over(await self.loop.run_on_engine(lambda engine: engine.cache_snapshot()))
+                self._publisher = asyncio.create_task(self._publish_all(to))
+
+    async def _publish_all(self, to: KvEvents) -> None:
+        """Wait for the step under way, and publish the whole cache."""
+        with self._publishing():
+            to.start_over(await self.loop.run_on_engine(lambda engine: engine.cache_snapshot()))
+
+    @contextlib.contextmanager
+    def _publishing(self) -> Iterator[None]:
+        try:
+            yield
         except Exception:  # the edge: reports to routers go on
             log.exception("cache events could not be published; all of the cache is, in %g s", PUBLISH_AGAIN_S)
             self._publish_again_s = time.monotonic() + PUBLISH_AGAIN_S

@@ -37,12 +37,14 @@ def offer_stacks() -> None:
 @contextlib.contextmanager
 def without_collections() -> Iterator[None]:
     """Collect no garbage while the context imports modules, and never scan what stands afterwards: it stays."""
+    collects = gc.isenabled()
     gc.disable()
     try:
         yield
-    finally:
         gc.freeze()
-        gc.enable()
+    finally:
+        if collects:
+            gc.enable()
 
 
 def read_stacks(pid: int) -> str | None:

@@ -1,7 +1,8 @@
 """What a replica publishes builds, at a subscriber, the cache that it has; and no subscriber holds it up."""
 
+import asyncio
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from random import Random
 from typing import Any
 
@@ -15,6 +16,7 @@ from deployments.replica.served_engine import ServedEngine
 from kvtransfer.pages import Tier
 from replicas.cache.events import EventLog, PagesStored
 from replicas.cache.radix import RadixCache
+from replicas.engine.engine import Engine
 from replicas.engine.loop import EngineLoop
 from replicas.errors import InvalidConfig
 from tests.harness import fake_engine
@@ -186,7 +188,8 @@ def test_a_subscriber_that_does_not_read_delays_nobody_and_sees_its_gap(
 async def test_a_served_replica_tells_its_cache_and_a_publisher_that_fails_holds_nothing_up(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A batch cannot be sent, nor the next one, which tells the whole cache; its router hears as ever."""
+    """A batch cannot be sent, nor the next one, which tells the whole cache; its router hears as ever, also while that
+    waits for a step."""
     monkeypatch.setattr(served_engine, "PUBLISH_AGAIN_S", 0.0)
     events = KvEvents("tcp://127.0.0.1:0/kv@here@model")
     fails, send = [True, True], events._send
@@ -201,6 +204,13 @@ async def test_a_served_replica_tells_its_cache_and_a_publisher_that_fails_holds
     engine, _ = fake_engine(record_events=True)
     loop = EngineLoop(engine)
     loop.start()
+    run, step_ends = loop.run_on_engine, asyncio.Event()
+
+    async def runs_after_a_step(told: Callable[[Engine], Any]) -> Any:
+        await step_ends.wait()
+        return await run(told)
+
+    monkeypatch.setattr(loop, "run_on_engine", runs_after_a_step)
     served = ServedEngine(loop, replica_id="r0", node_id="here", report_period_s=0.01, kv_events=events)
     subscriber = Subscriber(events, topic=b"kv@here@model")
     async with House() as house:
@@ -208,6 +218,10 @@ async def test_a_served_replica_tells_its_cache_and_a_publisher_that_fails_holds
         for n in range(100):
             request = asked(rid=f"a{n}", num_tokens=20, max_new_tokens=1)
             [delta async for delta in house.dispatcher.stream(request)]
+            if n == 9:
+                assert events._seq == 0
+                await until_async(lambda: house.router.applied("r0") == engine.cache_snapshot().seq > 0)
+                step_ends.set()
             if subscriber.sub.poll(20):
                 break
         await until_async(lambda: not fails and events._seq == engine.cache_snapshot().seq > 0)
