@@ -112,17 +112,20 @@ class Tile:
         self.work += tokens * num_keys
 
 
-def extend_tiles(counts: Ints, prefix_lens: Ints, groups: Sequence[PrefixGroup], *, most: int) -> list[Tile]:
+def extend_tiles(
+    counts: Ints, prefix_lens: Ints, groups: Sequence[PrefixGroup], *, most: int, left_out: Ints | None = None
+) -> list[Tile]:
     """Cut new tokens into tiles of at most ``most``; what is short of a tile is joined by others of its group.
 
-    Args:    counts, prefix_lens: [B] new tokens and those before.
+    Args:    counts, prefix_lens: [B] new tokens and those before. left_out: [B] the first of them, in no tile.
     Returns: those with the most work first.
     """
     groups = [group for group in groups if group.length >= cpu_extend.BLOCK]
     group_of = {b: group for group in groups for b in group.members.tolist()}
     tiles, unfilled = list[Tile](), dict[PrefixGroup, Tile]()
-    for b, (count, before) in enumerate(zip(counts.tolist(), prefix_lens.tolist(), strict=True)):
-        for start in range(0, count, most):
+    firsts = [0] * len(counts) if left_out is None else left_out.tolist()
+    for b, (first, count, before) in enumerate(zip(firsts, counts.tolist(), prefix_lens.tolist(), strict=True)):
+        for start in range(first, count, most):
             tokens, group = min(most, count - start), group_of.get(b)
             tile = None if group is None else unfilled.get(group)
             if tile is None or tile.tokens + tokens > most:
@@ -140,7 +143,7 @@ def extend_tasks(tiles: Sequence[Tile], num_kv_heads: int) -> tuple[Ints, Ints]:
     for tile in tiles:
         tasks += [(len(pieces), len(tile.pieces), head, tile.shared) for head in range(num_kv_heads)]
         pieces += tile.pieces
-    return np.array(tasks, np.int32), np.array(pieces, np.int32)
+    return np.array(tasks, np.int32).reshape(-1, 4), np.array(pieces, np.int32).reshape(-1, 4)
 
 
 _SIZE = ctypes.sizeof(cpu_decode.DecodeArgs)
@@ -324,6 +327,17 @@ class CpuAttention:
         self._stages.set([plan.decode for plan in self._plans])
         return True
 
+    def narrow(self, tokens: Tensor) -> None:
+        """Leave the results of a request's tokens before its first of ``tokens`` [S] out of the last layer's call."""
+        assert self._batch is not None
+        if self._num_extend_tokens:
+            plan, size = self._plans[-1], len(self._batch.rows) - self._num_decode
+            bounds, wanted = self._batch.qo_indptr.numpy()[: size + 1], tokens.numpy()
+            place = np.searchsorted(wanted, bounds[:-1])
+            first = np.append(wanted, bounds[-1])[place]
+            left_out = np.minimum(first, bounds[1:]) - bounds[:-1]
+            self._cut_extend(plan, self._batch, size, plan.extend.tile_rows // self._heads.group, left_out)
+
     def _read_from(self, q: Tensor, k: Tensor, v: Tensor) -> None:
         """Name ``q``, ``k`` and ``v`` in the arguments of both parts of the step."""
         self._read = q, k, v
@@ -377,22 +391,27 @@ class CpuAttention:
 
     def _begin_extend(self, plan: _Plan, batch: BatchMeta, size: int) -> None:
         """Set the arguments of the first ``size`` requests, which extend."""
-        arguments = plan.extend
-        counts, prefix_lens = np.diff(batch.qo_indptr.numpy()[: size + 1]), batch.prefix_lens.numpy()[:size]
-        groups = () if plan.window or plan.chunk else batch.prompt_groups
-        num_kv, group = self._heads.num_kv, self._heads.group
-        most, wanted = max(MIN_TILE_TOKENS, TILE_ROWS // group), TASKS_PER_THREAD * self._team.num_threads
-        tiles = extend_tiles(counts, prefix_lens, groups, most=most)
-        while most > MIN_TILE_TOKENS and len(tiles) * num_kv < wanted:
-            most = max(MIN_TILE_TOKENS, most // 2)
-            tiles = extend_tiles(counts, prefix_lens, groups, most=most)
-        plan.extend_tasks = tasks, pieces = extend_tasks(tiles, num_kv)
-        arguments.tasks, arguments.num_tasks, arguments.pieces = tasks.ctypes.data, len(tasks), pieces.ctypes.data
+        arguments, group = plan.extend, self._heads.group
+        most = self._cut_extend(plan, batch, size, max(MIN_TILE_TOKENS, TILE_ROWS // group))
         arguments.qo_indptr, arguments.prefix_lens = batch.qo_indptr.data_ptr(), batch.prefix_lens.data_ptr()
         arguments.tile_rows = most * group
         self._set_part(arguments, batch, first_request=0, first_token=0, num_tokens=self._num_extend_tokens)
         heads = self._heads
         self._set_scratch(arguments, extend_scratch_floats(most * group, heads.dim, heads.value_dim))
+
+    def _cut_extend(self, plan: _Plan, batch: BatchMeta, size: int, most: int, left_out: Ints | None = None) -> int:
+        """Set the tasks of the first ``size`` requests. Returns: the tokens of the largest tile, ``most`` or fewer."""
+        counts, prefix_lens = np.diff(batch.qo_indptr.numpy()[: size + 1]), batch.prefix_lens.numpy()[:size]
+        groups = () if plan.window or plan.chunk else batch.prompt_groups
+        num_kv, wanted = self._heads.num_kv, TASKS_PER_THREAD * self._team.num_threads
+        tiles = extend_tiles(counts, prefix_lens, groups, most=most, left_out=left_out)
+        while most > MIN_TILE_TOKENS and len(tiles) * num_kv < wanted:
+            most = max(MIN_TILE_TOKENS, most // 2)
+            tiles = extend_tiles(counts, prefix_lens, groups, most=most, left_out=left_out)
+        plan.extend_tasks = tasks, pieces = extend_tasks(tiles, num_kv)
+        arguments = plan.extend
+        arguments.tasks, arguments.num_tasks, arguments.pieces = tasks.ctypes.data, len(tasks), pieces.ctypes.data
+        return most
 
     def _begin_decode(self, plan: _Plan, batch: BatchMeta, first: int) -> None:
         """Set the arguments of the requests from ``first`` on, which decode."""

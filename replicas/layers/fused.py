@@ -7,7 +7,7 @@ Owns:      the stages of a block and their order, the programs, and the memory o
 Never:     multiplies by a weight that our kernels do not serve, or works with other ranks: then the layers run.
 Invariant: the arithmetic is that of the layers (models/llama.py), bit for bit: in int8 a product rounds what it reads,
            and everything between two products is fp32. ``rows`` of a step are the first of every buffer; nothing in
-           them outlives the step.
+           them outlives the step. Behind the last attention they are those of the tokens whose output is read.
 Thread:    the one that runs the model.
 
     norm, qkv, rotate | attention | o, add and norm, gate and up, SiLU, down, add and norm, next qkv, rotate | ...
@@ -108,6 +108,11 @@ def fits_programs(blocks: Sequence[Block], norm: RMSNorm) -> bool:
     return all(product.matmul.in_program for product in products)
 
 
+def adds(product: Linear) -> bool:
+    """Whether an adapter adds to rows of this step, on a CPU: to those of one product, if to any of the model."""
+    return isinstance(product.added, LowRankKernel) and product.added.in_step
+
+
 def _product(layer: Linear, x: Tensor, out: Tensor, at: Activations, team: Team) -> list[Stage]:
     """Make the stages of a product, and of what adapters add to it."""
     stages: list[Stage] = [*layer.matmul.stages(x, out, team)]
@@ -179,6 +184,11 @@ class StagedAttention(Protocol):
         """Prepare the last stages for the step that has begun; False if they cannot run it."""
         ...
 
+    def narrow(self, tokens: Tensor) -> None:
+        """Prepare the last layer's `forward` for ``tokens`` [S] of the step, ascending: K and V of all are stored, and
+        results of other tokens may be left out."""
+        ...
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Programs:
@@ -213,28 +223,35 @@ class FusedBlocks:
         """The programs of the last step, for measurements."""
         return self._made.programs if self._made is not None else ()
 
-    def __call__(self, hidden: Tensor, rotation: Rotation) -> Tensor:
+    def __call__(self, hidden: Tensor, rotation: Rotation, wanted: Tensor | None = None) -> Tensor:
         """Embedded tokens [T, hidden], T >= 1, -> normalised output of the last block [T, hidden], in a
-        buffer that the next step overwrites."""
+        buffer that the next step overwrites. ``wanted``: tokens [S], ascending, whose output [S, hidden] is read."""
         rows = hidden.shape[0]
         added = self._blocks[0].attn.qkv.added
         if self._made is None or self._made.at.rows < rows or (added is not None and self._made.at.low is None):
             self._made = self._make(max(FIRST_ROWS, 1 << (rows - 1).bit_length()))
-        whole = isinstance(added, LowRankKernel) and added.in_step
+        whole = adds(self._blocks[0].attn.qkv)
         at, programs = self._made.at, self._made.programs
         for buffer, value in ((at.hidden, hidden), (at.cos, rotation.cos), (at.sin, rotation.sin)):
             buffer[:rows].copy_(value)
         if self._made.decode is not None and not self.apart and self._staged is not None and self._staged.set_stages():
             self._made.decode.run(rows, whole=whole)
-            return at.normed[:rows]
+            return at.normed[:rows] if wanted is None else at.normed[wanted]
         q, k, v = self._blocks[0].attn.qkv.split(at.qkv[:rows])
         for i, projection in enumerate(self._made.projections):
             programs[i].run(rows, whole=whole)
+            is_last = i + 1 == len(self._blocks)
+            if is_last and wanted is not None and self._staged is not None:
+                self._staged.narrow(wanted)
             attended = self._attend(i, q, k, v)  # may be a fresh tensor: bound until the program that reads it has run
+            if is_last and wanted is not None:
+                attended, residual, rows = attended[wanted], at.hidden[wanted], len(wanted)
+                at.hidden[:rows].copy_(residual)
             assert attended.stride(1) == 1, f"rows must be whole, strides are {attended.stride()}"
             for stage in projection:
                 stage.read_from(attended)
-        programs[-1].run(rows, whole=whole)
+        if rows:
+            programs[-1].run(rows, whole=whole)
         return at.normed[:rows]
 
     def _make(self, rows: int) -> _Programs:

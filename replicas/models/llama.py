@@ -15,7 +15,7 @@ from torch import Tensor
 from replicas.attention.base import AttentionBackend, BatchMeta, HeadTurn, RotatingAttention
 from replicas.config import ModelConfig
 from replicas.layers.embedding import ParallelLMHead, RotaryEmbedding, Rotation, VocabParallelEmbedding
-from replicas.layers.fused import Block, FusedBlocks, StagedAttention, fits_programs
+from replicas.layers.fused import Block, FusedBlocks, StagedAttention, adds, fits_programs
 from replicas.layers.layer import Layer, computes_in
 from replicas.layers.linear import GatedMLP, Linear, QKVParallelLinear, RowParallelLinear
 from replicas.layers.norm import RMSNorm
@@ -108,7 +108,14 @@ class LlamaBlock(Layer):
     def __call__(self, residual: Tensor, term: Tensor | None, rotation: Rotation) -> Tensor:
         """Add ``term``, what the block before has made, and this block's first term to ``residual`` [T, hidden] in
         place. Returns: the second term [T, hidden], which is still to be added."""
-        term = self.attn(self.input_norm.after_adding(term, residual), rotation)
+        return self.feed(residual, self.attend(residual, term, rotation))
+
+    def attend(self, residual: Tensor, term: Tensor | None, rotation: Rotation) -> Tensor:
+        """Add ``term`` to ``residual`` in place. Returns: this block's first term."""
+        return self.attn(self.input_norm.after_adding(term, residual), rotation)
+
+    def feed(self, residual: Tensor, term: Tensor) -> Tensor:
+        """Add the first term to ``residual`` in place. Returns: the second term."""
         return self.mlp(self.post_norm.after_adding(term, residual))
 
 
@@ -138,12 +145,10 @@ class Llama(Layer):
         """The programs of a step; None if the layers run it one by one."""
         if self._tp.device.type != "cpu" or self._tp.size > 1 or self.config.moe or self.config.mla:
             return None  # experts are chosen in the middle of a block, and programs know one kind of attention
-        backend = getattr(self._attention, "ready", self._attention)  # behind what the runner puts before it
-        staged = backend if isinstance(backend, StagedAttention) else None
         blocks = cast("list[Block]", self.blocks)  # whose MLPs are dense
         if not blocks or not fits_programs(blocks, self.norm):
             return None
-        return FusedBlocks(blocks, self.norm, self._attention.forward, torch.get_num_threads(), staged)
+        return FusedBlocks(blocks, self.norm, self._attention.forward, torch.get_num_threads(), self._staged)
 
     def adaptable(self) -> dict[str, Linear]:
         """Return the products that adapters can add to, by name: not those of latent attention or of experts."""
@@ -175,13 +180,39 @@ class Llama(Layer):
         self._attention.begin(meta)
         rotation = self.rope.at(meta.positions)
         hidden = self.embed(input_ids)  # [T, hidden]
+        early = wanted if self._narrows(meta, wanted) else None  # from the last block's attention on
+        late = wanted if early is None else None
         if self.fused is not None and meta.num_tokens > 0:
-            return _rows(self.fused(hidden, rotation), wanted)
+            return _rows(self.fused(hidden, rotation, early), late)
         term = None
-        for block in self.blocks:
+        for block in self.blocks[:-1]:
             term = block(hidden, term, rotation)
-        assert term is not None, "a model has blocks"
-        return self.norm.after_adding(_rows(term, wanted), _rows(hidden, wanted))
+        last = self.blocks[-1]
+        if early is not None and self._staged is not None:
+            self._staged.narrow(early)
+        term = last.attend(hidden, term, rotation)
+        hidden, term = _rows(hidden, early), _rows(term, early)
+        if early is not None and not len(early):
+            return hidden
+        term = last.feed(hidden, term)
+        return self.norm.after_adding(_rows(term, late), _rows(hidden, late))
+
+    @functools.cached_property
+    def _staged(self) -> StagedAttention | None:
+        """The attention backend behind what the runner puts before it, if it can be part of a program."""
+        backend = getattr(self._attention, "ready", self._attention)
+        return backend if isinstance(backend, StagedAttention) else None
+
+    @functools.cached_property
+    def _a_product(self) -> Linear | None:
+        return next(iter(self.adaptable().values()), None)
+
+    def _narrows(self, meta: BatchMeta, wanted: Tensor | None) -> bool:
+        """Whether the last block computes the ``wanted`` tokens alone, behind K and V of all: on a CPU, whose rows do
+        not depend on each other, if no row has an adapter, whose rows are counted in the whole step."""
+        if wanted is None or self._tp.device.type != "cpu" or len(wanted) >= meta.num_tokens:
+            return False
+        return self._a_product is None or not adds(self._a_product)
 
 
 def _rows(hidden: Tensor, wanted: Tensor | None) -> Tensor:

@@ -16,6 +16,7 @@ from replicas.config import CacheConfig
 from replicas.kernels import bf16_tiles
 from replicas.kernels.team import Kernel, Program, Team
 from replicas.launch import EngineSettings, load_engine
+from replicas.models.llama import LlamaBlock
 from tests.numerics import tiny
 from tests.numerics.paged import SMOLLM2, assert_close_in_range, open_model
 
@@ -99,6 +100,37 @@ def test_in_other_formats_too_where_heads_are_wider_than_the_hidden_size(
     ):
         assert torch.equal(ours, theirs)
         assert_close_in_range(ours, wanted, share)
+
+
+# rows' new tokens, and those of the packed tokens whose logits are wanted; what came before is read in each step
+NARROWED: list[tuple[dict[int, list[int]], list[int]]] = [
+    ({0: PROMPTS[3][:70], 1: PROMPTS[0]}, []),  # parts of prompts
+    ({0: PROMPTS[3][70:], 1: PROMPTS[2], 2: PROMPTS[3][:40]}, [19, 28]),  # two end, one does not
+    ({0: [5], 1: [7], 2: PROMPTS[3][40:], 3: PROMPTS[0]}, [0, 1, *range(12, 40), 51, 74]),  # and logprobs of a prompt
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        ("llama-tied-biased", {}), ("qwen3", {"dtype": "bfloat16"}), ("qwen2", {"quantization": "int8"}),
+        ("mixtral", {}), ("gpt-oss", {}), ("v3", {}),
+    ],
+)  # fmt: skip
+def test_a_last_block_of_the_wanted_tokens_alone_gives_the_same_bits(
+    kind: str, changes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its K and V are of all tokens: later steps read them."""
+    tiny.save(kind, tmp_path, **({} if kind == "v3" else SERVED))
+    narrow, whole = (open_model(tmp_path, attention="cpu", num_pages=64, **changes) for _ in range(2))
+    fed, run, feed = list[int](), Program.run, LlamaBlock.feed
+    monkeypatch.setattr(Program, "run", lambda self, rows, *, whole: (fed.append(rows), run(self, rows, whole=whole)))
+    monkeypatch.setattr(LlamaBlock, "feed", lambda self, x, term: (fed.append(len(x)), feed(self, x, term))[1])
+    for step, wanted in NARROWED:
+        ids, meta = narrow.pack(step)
+        ours = narrow.model.forward(ids, meta, torch.tensor(wanted, dtype=torch.int64))
+        assert fed[-1] == (len(wanted) or len(ids))  # with none it is not run; what ran last is the one before
+        assert torch.equal(ours, torch.cat(list(whole.run(step).values()))[wanted])
 
 
 def test_what_attention_returns_lives_until_it_has_been_read(tmp_path: Path) -> None:
