@@ -148,7 +148,8 @@ def starts(what: str, logs: Callable[[], str]) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # the edge: what is late or ends early is an Exception itself in Ray
-        said = str(error).strip().partition("\n")[0] or type(error).__name__
+        lines = str(getattr(error, "cause", None) or error).strip().splitlines() or [type(error).__name__]
+        said = next((line for line in lines if "[ALERT]" in line), lines[0])  # HAProxy's word for what ends it
         raise NoCluster(
             f"{what} did not start: {said}\nIts logs are in {logs()}. If the machine was busy, start Manta again; "
             "`manta doctor` says what the machine lacks"

@@ -3,6 +3,7 @@
 Every process that descends from it carries a mark in its environment, by which leftovers are found.
 """
 
+import contextlib
 import csv
 import io
 import os
@@ -60,9 +61,13 @@ def is_idle(state: Mapping[str, Any]) -> bool:
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port that no process is given unasked: the kernel draws those of connections above 32,767, Ray its workers'
+    below 20,000."""
+    while True:
+        port = 20_000 + secrets.randbelow(12_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 class Running:

@@ -194,3 +194,8 @@ def test_where_ray_or_serve_is_late_it_is_said_where_the_logs_are_and_what_to_do
     monkeypatch.setattr(serve, "serve_start", Mock(side_effect=TimeoutError))
     with pytest.raises(cluster.NoCluster, match=r"^Serve at 0.0.0.0:8000 did not start: TimeoutError\nIts logs"):
         serve._deploy(ServeDeploySchema(applications=[]), {}, startup.StartProgress(io.StringIO()))
+    crash = RuntimeError("HAProxy crashed during startup: [NOTICE] (9) : version\n[ALERT] (9) : Address already in use")
+    told = ray.exceptions.RayTaskError("HAProxyManager.ready", "Traceback ...", crash)
+    monkeypatch.setattr(serve, "serve_start", Mock(side_effect=told))
+    with pytest.raises(cluster.NoCluster, match=r"did not start: \[ALERT\] \(9\) : Address already in use\nIts logs"):
+        serve._deploy(ServeDeploySchema(applications=[]), {}, startup.StartProgress(io.StringIO()))
