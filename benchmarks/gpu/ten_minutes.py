@@ -175,7 +175,8 @@ def run(
     verdicts = [Verdict(name=p.name, proves=p.proves, share_s=scale * p.share_s) for p in parts]
     compiled = [Verdict(name=p.name, proves=p.proves, share_s=scale * p.share_s) for p in (beside,) if p is not None]
     record = {**harness.to_json((), command=sys.orig_argv), "version": VERSION, "fake": fake, "gpu": _gpu_facts()}
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST_")}  # no worker's
+    environment = {**kept, "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
     if fake:
         environment |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 
