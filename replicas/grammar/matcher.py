@@ -78,6 +78,7 @@ class Matcher:
         self._begun = not self._after or bool(opens)
         self._filling: tuple[Future[Words], int] | None = None  # the masks of a step, and which of them is this one's
         self._is_apart = False  # ``_filling`` is of this one alone
+        self._over = False  # its output ended before a mask was computed that a step under way may ask for
         self._refused: str | None = None
         self._mask_s = 0.0
 
@@ -176,8 +177,8 @@ class Matcher:
 
     def drop(self) -> None:
         """Compute no mask of it any more that no other's hangs on: its output is over."""
-        if self._filling is not None and self._is_apart:
-            self._filling[0].cancel()
+        if self._filling is not None and self._is_apart and self._filling[0].cancel():
+            self._filling, self._over = None, True
 
     @property
     def due_s(self) -> float:
@@ -193,8 +194,8 @@ class Matcher:
         self._mask_s = time.thread_time() - began_s
 
     def words(self) -> Words | None:
-        """Return the mask of the next token, once it is computed; None where every token may come."""
-        if not self._begun and self.is_accepting:
+        """Return the mask of the next token, once it is computed; None where every token may come, or none counts."""
+        if self._over or (not self._begun and self.is_accepting):
             return None
         if self._filling is None or self._filling[0].exception() is not None:  # then the fault of one of the batch
             alone = np.empty(self._vocabulary.num_words, np.int32)
