@@ -24,7 +24,7 @@ from replicas.scheduler.plan import DecodePlan, PrefixGroup, StepPlan
 from replicas.scheduler.precedence import TenantShares
 from replicas.scheduler.prefill import PASSING, ExtendBatch, Refusal
 from replicas.scheduler.queues import HandOffQueue, Queues
-from replicas.scheduler.tokens import LONG_MASK_S, Counters, NewToken
+from replicas.scheduler.tokens import LONG_MASK_S, Counters, NewToken, at_fault
 from replicas.scheduler.victims import Need, victims
 from replicas.types import Finish, FinishReason
 
@@ -47,8 +47,9 @@ class Feature:
     def ended(self, req: Req) -> None:
         """Note that ``req``, which was `opened`, has ended or was taken back."""
 
-    def looks(self, now_s: float) -> None:
-        """Note that a step is about to be planned; none is under way."""
+    def looks(self, now_s: float) -> Sequence[tuple[Req, Finish]] | None:
+        """Note that a step is about to be planned; none is under way. Returns: requests that must end, if any, and
+        why."""
 
     def plan(
         self, reqs: Sequence[Req], rows: DecodeRows, groups: tuple[PrefixGroup, ...], *, min_saved: int | None
@@ -134,16 +135,17 @@ class _Masks(Feature):
     def _most_s(self) -> float:
         return max(self.queues.waiting.step_times.step_s / 2, LONG_MASK_S)
 
-    def looks(self, now_s: float) -> None:
-        for first in self._first:
-            first.begin_masks((), apart=True, first=True)
+    def looks(self, now_s: float) -> Sequence[tuple[Req, Finish]]:
+        faults = [fault for req in self._first for fault in _begun(req, first=True)]
         guides = [(at, req.guide) for at, req in enumerate(self.queues.decoding)]
         guided = [(each.due_s, at, each) for at, each in guides if each is not None]
         if guided or self.queues.paused:
-            self._pause(sorted(guided, key=lambda each: each[:2]))
+            faults += self._pause(sorted(guided, key=lambda each: each[:2]))
+        return faults
 
-    def _pause(self, guided: Sequence[tuple[float, int, Guide]]) -> None:
-        """Pause those requests of ``guided``, the quickest first, whose masks would make the step longer."""
+    def _pause(self, guided: Sequence[tuple[float, int, Guide]]) -> list[tuple[Req, Finish]]:
+        """Pause those requests of ``guided``, the quickest first, whose masks would make the step longer. Returns: as
+        `looks`."""
         left_s, paused, decoding = self._most_s, set[int](), self.queues.decoding
         for number, (due_s, at, guide) in enumerate(guided):
             alone = number == 0 and len(guided) == len(decoding)  # one goes on if nothing else runs
@@ -151,19 +153,19 @@ class _Masks(Feature):
                 left_s -= due_s
             else:
                 paused.add(at)
-                guide.begin_masks((), apart=True)
         self.queues.running = [req for at, req in enumerate(decoding) if at not in paused]
         self.queues.paused = [req for at, req in enumerate(decoding) if at in paused]
+        return [fault for req in self.queues.paused for fault in _begun(req, first=False)]
 
     @property
-    def _first(self) -> list[Guide]:
+    def _first(self) -> list[Req]:
         """The next ones of requests that wait for their first mask: no more, since a request may wait for long. A mask
         of one that waits is long until it is there, so a request is looked at again only while it is one of these."""
-        long_masks, found = self.queues.waiting.long_masks, list[Guide]()
+        long_masks, found = self.queues.waiting.long_masks, list[Req]()
         while len(found) < min(MOST_FIRST, len(long_masks)):
             req, guide = next(itertools.islice(long_masks.items(), len(found), None))
             if guide.due_s > LONG_MASK_S:
-                found.append(guide)
+                found.append(req)
             else:
                 del long_masks[req]
         return found
@@ -173,8 +175,11 @@ class _Masks(Feature):
             req.guide.drop()
 
     def needs_tokens(self, num_running: int) -> bool:
-        queues = self.queues
-        if any(req.guide is not None and not req.guide.due_s for req in queues.paused) or self._first:
+        queues, long_masks = self.queues, self.queues.waiting.long_masks
+        if any(req.guide is not None and not req.guide.due_s for req in queues.paused):
+            return True
+        num_missing, _ = len(long_masks), self._first  # of which it takes out what has come
+        if len(long_masks) < num_missing:
             return True
         return sum(req.guide.mask_s for req in queues.running if req.guide is not None) > self._most_s
 
@@ -185,6 +190,15 @@ class _Masks(Feature):
         for req, guide in ((token.req, token.req.guide) for token in tokens):
             if guide is not None and s_per_token:
                 waiting.shares.charge(req, int(guide.mask_s / s_per_token))
+
+
+def _begun(req: Req, *, first: bool) -> Iterator[tuple[Req, Finish]]:
+    """Begin the mask of ``req`` apart. Returns: the request and its end if that fails: it would wait for ever."""
+    assert req.guide is not None
+    try:
+        req.guide.begin_masks((), apart=True, first=first)
+    except BaseException as error:  # noqa: BLE001
+        yield req, at_fault(req, error)
 
 
 FEATURES: dict[str, Callable[[Queues, KvCache], Feature]] = {

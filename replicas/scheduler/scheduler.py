@@ -145,7 +145,8 @@ class Scheduler:
         now_s = self.clock()
         self.last = LastRound(refusals=self.last.refusals, short=self.last.short)
         for feature in self.features.values():
-            feature.looks(now_s)
+            for req, finish in feature.looks(now_s) or ():
+                self._end(req, finish)
         while (due := self.deadlines.due(now_s)) is not None:
             self._end(due, deadline_passed(due, now_s))
         give_way(self.last, queues, self.kv, self.counters, max_running=self.max_running)

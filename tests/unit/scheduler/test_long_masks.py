@@ -167,3 +167,43 @@ def test_the_seconds_of_a_mask_are_charged_as_the_prompt_tokens_of_that_time() -
     bench.step()
     assert masked.num_output == 1
     assert waiting.shares.credit("masked") == before - 2 - 20  # its prompt, and 20 ms
+
+
+def test_steps_are_planned_ahead_while_a_first_mask_is_missing_and_not_once_it_is_there() -> None:
+    """A step that is planned ahead makes room for no prompt: the gate alone would let sixteen of them pass."""
+    bench, guide = Bench(chunked_prefill_size=16), Slow()
+    bench.submit([1, 2, 3], max_new_tokens=60)
+    bench.step()
+    waits, scheduler = submit(bench, [4, 5, 6], guide, max_new_tokens=4), bench.scheduler
+    plan = scheduler.schedule()
+    assert scheduler.last.refusals[(waits.rid, 0)] is Refusal.MASK
+    ahead = scheduler.schedule_ahead()
+    assert plan is not None
+    assert ahead is not None
+    scheduler.apply(plan, bench.device.execute(plan))
+    guide.is_there = True
+    assert scheduler.schedule_ahead() is None
+    scheduler.apply(ahead, bench.device.execute(ahead))
+    bench.step()
+    assert waits.num_output == 1
+
+
+@pytest.mark.parametrize("runs", [False, True])
+def test_a_request_whose_mask_cannot_be_begun_ends_and_no_other(runs: bool) -> None:
+    class Broken(Slow):
+        def begin_masks(self, others: object, *, apart: bool = False, first: bool = False) -> None:
+            raise RuntimeError("can't start new thread")
+
+    bench, free, slow, _ = beside_one_that_is_free()
+    if runs:
+        slow.guide = Broken()
+    else:
+        bench.scheduler.finish(slow, Finish(reason=FinishReason.ABORT))
+        slow = submit(bench, [4, 5, 6], Broken(), max_new_tokens=4)
+    bench.step()
+    assert slow.finish is not None
+    assert (slow.finish.reason, slow.finish.retry_as) == (FinishReason.ERROR, "step_failed")
+    assert bench.scheduler.last.ended == [slow]
+    assert (free.num_output, free.finish) == (2, None)
+    bench.run()
+    bench.kv.check_idle()
