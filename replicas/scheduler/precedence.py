@@ -258,6 +258,21 @@ class WaitingQueue(ReqQueue):
             )
         return entries
 
+    def order_masks(self, order: Sequence[Req]) -> None:
+        """Put the long masks that no thread computes yet into ``order``, but by class, and one tenant after the other:
+        they are computed one by one."""
+        if len(self.long_masks) < 2:
+            return
+        pending = {req: guide for req, guide in self.long_masks.items() if guide.is_pending}
+        turns = Counter(req.asked.tenant for req in pending)
+        places = list[tuple[int, int]]()
+        rest = [req for req in order if req in self.long_masks and req not in pending]
+        for req in rest:
+            places.append((-req.level, turns[req.asked.tenant]))
+            turns[req.asked.tenant] += 1
+        by_place = sorted(range(len(rest)), key=places.__getitem__)
+        self.long_masks = pending | {rest[at]: self.long_masks[rest[at]] for at in by_place}
+
     def uncached_tokens(self) -> int:
         """Count the tokens to compute if every request started now; an upper bound where they are many."""
         reqs = self.counted

@@ -120,6 +120,7 @@ def next_batch(queues: Queues, kv: KvCache, ratio: NewTokenRatio, counters: Coun
     _extend_forced(batch, queues, kv, counters, left)
     shares = queues.waiting.shares
     order = queues.waiting.ordered(now_s, queues.running) if len(queues.waiting) else []  # it settles credits
+    queues.waiting.order_masks(order)
     if queues.chunked is not None:
         throttle(left, queues.chunked, step)
     while queues.chunked is not None and not _extend(batch, queues.chunked, queues, kv, left):

@@ -1,5 +1,7 @@
 """Rows whose masks take longer than a step: in none until the mask is there."""
 
+from typing import Any
+
 import pytest
 
 from replicas.request import Req, ReqState
@@ -44,9 +46,9 @@ class Slow:
         self.begun |= apart
 
 
-def submit(bench: Bench, prompt: list[int], guide: Slow, *, max_new_tokens: int) -> Req:
+def submit(bench: Bench, prompt: list[int], guide: Slow, *, max_new_tokens: int, **request: Any) -> Req:
     """A request that has its guide before it waits, as an engine gives it."""
-    req = bench.submit(prompt, max_new_tokens=max_new_tokens)
+    req = bench.submit(prompt, max_new_tokens=max_new_tokens, **request)
     bench.scheduler.queues.waiting.remove(req)
     req.guide = guide
     bench.scheduler.queues.waiting.add(req)
@@ -207,3 +209,24 @@ def test_a_request_whose_mask_cannot_be_begun_ends_and_no_other(runs: bool) -> N
     assert (free.num_output, free.finish) == (2, None)
     bench.run()
     bench.kv.check_idle()
+
+
+@pytest.mark.parametrize("request_", [{"tenant": "other"}, {"tenant": "flood", "priority": 5}])
+def test_a_flood_of_first_masks_is_passed_by_another_tenant_s_and_by_a_higher_priority_s(
+    request_: dict[str, Any],
+) -> None:
+    """The two that are begun stay so: the next place is that of the first in the order of the queue."""
+    bench = Bench(chunked_prefill_size=16, priorities="on")
+    flood, guide = [Slow() for _ in range(6)], Slow()
+    for each, masked in enumerate(flood):
+        submit(bench, [each, 1], masked, max_new_tokens=1, tenant="flood")
+    bench.step()
+    waits = submit(bench, [70, 1], guide, max_new_tokens=1, **request_)
+    bench.step()
+    assert [each.begun for each in (*flood, guide)] == [True, True, False, False, False, False, False]
+    flood[0].is_there = True
+    bench.step()
+    assert [each.begun for each in (*flood[1:], guide)] == [True, False, False, False, False, True]
+    guide.is_there = True
+    bench.step()
+    assert waits.num_output == 1
