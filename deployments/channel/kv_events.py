@@ -16,13 +16,15 @@ Thread:    one at a time for `publish`; replays have a thread of their own.
 Source: the messages of vLLM's KV events and their replay.
 """
 
+import asyncio
 import collections
+import contextlib
 import importlib
 import logging
 import re
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -38,6 +40,7 @@ KEPT = 10_000  # batches for replays
 MOST_UNSENT = 10_000  # batches for one subscriber; later ones are dropped for it
 PORTS = 64  # pairs tried, since the replicas of a node cannot share one
 LOOK_S = 0.2
+AGAIN_S = 5.0  # after a batch could not be published
 LAST = (-1).to_bytes(8, "big", signed=True)
 
 log = logging.getLogger(__name__)
@@ -167,3 +170,40 @@ class KvEvents:
             f"{KV_EVENTS_VARIABLE}: neither {endpoint} nor one of the {PORTS} pairs of ports from it on can be "
             "bound: give another one"
         )
+
+
+class SteadyPublisher:
+    """Publishes on an event loop, and never raises: what fails or is missing is told anew, with all of the cache."""
+
+    def __init__(self, to: KvEvents, snapshot: Callable[[], Awaitable[CacheSnapshot]]) -> None:
+        """``snapshot``: takes one of the cache, once the step under way has ended."""
+        self._to, self._snapshot = to, snapshot
+        self._over: asyncio.Task[None] | None = None  # that tells all of the cache
+        self._again_s = 0.0
+
+    def publish(self, events: Sequence[CacheEvent]) -> None:
+        """Publish ``events``; none while all of the cache is told, which has them."""
+        if time.monotonic() < self._again_s or (self._over is not None and not self._over.done()):
+            return
+        with self._guarded():
+            if not self._to.publish(events):
+                self._over = asyncio.create_task(self._start_over())
+
+    async def close(self) -> None:
+        if self._over is not None:
+            self._over.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._over
+        await asyncio.to_thread(self._to.close)
+
+    async def _start_over(self) -> None:
+        with self._guarded():
+            self._to.start_over(await self._snapshot())
+
+    @contextlib.contextmanager
+    def _guarded(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception:  # the edge: reports to routers go on
+            log.exception("cache events could not be published; all of the cache is, in %g s", AGAIN_S)
+            self._again_s = time.monotonic() + AGAIN_S

@@ -21,7 +21,7 @@ import os
 import time
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
@@ -39,7 +39,7 @@ from deployments.channel.frames import (
     TakeBack,
     encode,
 )
-from deployments.channel.kv_events import KvEvents
+from deployments.channel.kv_events import KvEvents, SteadyPublisher
 from deployments.dispatch.leases import ReplicaGone, ReplicaInfo
 from deployments.record.rids import about, choice_of, client_rid, owner_of
 from deployments.replica.cache_moves import ReplicaMoves
@@ -47,7 +47,7 @@ from kvtransfer.moves.mover import MoveStats
 from kvtransfer.moves.wire import MoveAddress
 from replicas.cache.tree_view import CacheTree
 from replicas.config import CacheConfig
-from replicas.engine.engine import CacheEvents, Engine
+from replicas.engine.engine import Engine
 from replicas.engine.loop import EngineLoop
 from replicas.errors import EngineDead, InvalidRequest, MantaError
 from replicas.memory.sizing import page_bytes, part_bytes
@@ -63,7 +63,6 @@ STATS_S = 1.0  # how long a report waits for the step that runs
 START_S = 5.0  # how long a lease waits for its request: the two travel apart
 MOST_OUTPUTS, MOST_OUTPUT_IDS = 256, 1 << 20  # that are remembered of requests, all together
 REMEMBERED_S = 60.0  # and for how long
-PUBLISH_AGAIN_S = 5.0  # after cache events could not be published to others
 ACTIVITY_S = 10.0  # from one line about what a replica does to the next; none while it does nothing
 CONNECT_S = 5.0  # a router that cannot be reached does not keep others from attaching for longer
 
@@ -132,10 +131,10 @@ class ServedEngine:
     ) -> None:
         """``moves``: of the cached pages, to and from other replicas; it is stopped with the engine, as is
         ``kv_events``: what else hears of its cache."""
-        self._kv_events = kv_events
-        self._publisher: asyncio.Task[None] | None = None
-        self._publish_again_s = 0.0
         self.loop = loop
+        self._kv_events: SteadyPublisher | None = None
+        if kv_events is not None:
+            self._kv_events = SteadyPublisher(kv_events, lambda: loop.run_on_engine(lambda engine: engine.cache_snapshot()))
         self.replica_id = replica_id
         self._role = role
         self._metrics_address = metrics_address  # host:port
@@ -340,13 +339,12 @@ class ServedEngine:
         if self._moves is not None:
             await self._moves.finish()
             await self._moves.stop()
-        for task in (self._reporter, self._publisher):
-            if task is not None:
-                task.cancel()
-                with contextlib.suppress(asyncio.CancelledError):
-                    await task
+        if self._reporter is not None:
+            self._reporter.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._reporter
         if self._kv_events is not None:
-            await asyncio.to_thread(self._kv_events.close)
+            await self._kv_events.close()
         for client in list(self._clients.values()):
             client.close()
         await asyncio.to_thread(self.loop.stop)
@@ -433,30 +431,9 @@ class ServedEngine:
             for client in list(self._clients.values()):
                 client.report(frames)
             if self._kv_events is not None:
-                self._publish(self._kv_events, events)
+                self._kv_events.publish(events)
             self._outputs.drop_old()
             await asyncio.sleep(self._report_period_s)
-
-    def _publish(self, to: KvEvents, events: CacheEvents) -> None:
-        """Tell subscribers of ``events``. What fails or is missing is told anew, later: nothing else waits for it."""
-        if time.monotonic() < self._publish_again_s or (self._publisher is not None and not self._publisher.done()):
-            return
-        with self._publishing():
-            if not to.publish(events):
-                self._publisher = asyncio.create_task(self._publish_all(to))
-
-    async def _publish_all(self, to: KvEvents) -> None:
-        """Wait for the step under way, and publish the whole cache."""
-        with self._publishing():
-            to.start_over(await self.loop.run_on_engine(lambda engine: engine.cache_snapshot()))
-
-    @contextlib.contextmanager
-    def _publishing(self) -> Iterator[None]:
-        try:
-            yield
-        except Exception:  # the edge: reports to routers go on
-            log.exception("cache events could not be published; all of the cache is, in %g s", PUBLISH_AGAIN_S)
-            self._publish_again_s = time.monotonic() + PUBLISH_AGAIN_S
 
     def _report(self, stats: EngineStats) -> ReplicaReport:
         error = self.loop.fault

@@ -10,8 +10,8 @@ import msgspec
 import numpy as np
 import pytest
 
+from deployments.channel import kv_events
 from deployments.channel.kv_events import LAST, KvEvents
-from deployments.replica import served_engine
 from deployments.replica.served_engine import ServedEngine
 from kvtransfer.pages import Tier
 from replicas.cache.events import EventLog, PagesStored
@@ -190,7 +190,7 @@ async def test_a_served_replica_tells_its_cache_and_a_publisher_that_fails_holds
 ) -> None:
     """A batch cannot be sent, nor the next one, which tells the whole cache; its router hears as ever, also while that
     waits for a step."""
-    monkeypatch.setattr(served_engine, "PUBLISH_AGAIN_S", 0.0)
+    monkeypatch.setattr(kv_events, "AGAIN_S", 0.0)
     events = KvEvents("tcp://127.0.0.1:0/kv@here@model")
     fails, send = [True, True], events._send
 
