@@ -22,7 +22,6 @@ import time
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable
-from functools import partial
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
@@ -135,7 +134,7 @@ class ServedEngine:
         self.loop = loop
         self._kv_events: SteadyPublisher | None = None
         if kv_events is not None:
-            take = partial(loop.run_on_engine, lambda engine: engine.cache_snapshot())
+            take = functools.partial(loop.run_on_engine, lambda engine: engine.cache_snapshot())
             self._kv_events = SteadyPublisher(kv_events, take)
         self.replica_id = replica_id
         self._role = role
