@@ -139,6 +139,7 @@ class Needs(StrEnum):
     APART = "prefill and decode apart"
     AUTOSCALING = "autoscaling"
     GPU = "a GPU"
+    FETCH = "replicas that fetch"
     EVENT = "an event"  # that may never come: an eviction, a failure
     TROUBLE = "trouble"  # no series while all is well
 
@@ -148,6 +149,7 @@ EMPTY = {
     Needs.APART: "Only with separate prefill replicas",
     Needs.AUTOSCALING: "Only with autoscaling",
     Needs.GPU: "Only on GPUs",
+    Needs.FETCH: "Only with transfer.fetch",
     Needs.EVENT: "None yet",
     Needs.TROUBLE: "None",
 }

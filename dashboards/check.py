@@ -52,7 +52,7 @@ class QueryResult:
         if self.returned is Returned.FAILED:
             return f"{self.where}: {self.detail}\n    {self.query}"
         silent = {Needs.APART: not disaggregated, Needs.AUTOSCALING: not autoscaled} | {
-            Needs.GPU: True, Needs.TROUBLE: True,
+            Needs.GPU: True, Needs.FETCH: True, Needs.TROUBLE: True,
         }  # fmt: skip
         if self.returned is Returned.DATA or self.needs is None or silent.get(self.needs, False):
             return None

@@ -135,7 +135,7 @@ FETCHES = Row("Fetches", (
     Panel("Time of a fetch, mean",
         {"fetch": ratio(rate("router_fetch_seconds_total"), rate("router_fetches_total"))}, Unit.SECONDS,
         "From the arrival of a request at its replica until its fetch had ended; the queue there goes on meanwhile.",
-        "Long: the network, or donors whose steps are long.", needs=Needs.EVENT),
+        "Long: the network, or donors whose steps are long.", needs=Needs.FETCH),
 ))  # fmt: skip
 
 APART = Row("Prefill and decode apart", (
