@@ -134,6 +134,12 @@ class PartLog:
         self._on_host.update(dict.fromkeys(new))
         return np.array(gone, dtype=np.uint64), np.array(new, dtype=np.uint64)
 
+    def all_cleared(self) -> None:
+        """Take note that nothing is cached any more: a reader of `AllCleared` knows it."""
+        self._told[:] = 0
+        self._on_host.clear()
+        self._host_changes.clear()
+
     def told_on_host(self) -> PageKeys:
         """Return all keys of which a part on the host was told."""
         return np.array(list(self._on_host), dtype=np.uint64)
@@ -179,6 +185,8 @@ class EventLog:
         self._events.append(removed)
 
     def cleared(self) -> None:
+        if self.parts is not None:
+            self.parts.all_cleared()
         self.seq += 1
         self._events.append(AllCleared(seq=self.seq))
 

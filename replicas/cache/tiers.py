@@ -331,7 +331,7 @@ class HiRadixCache(RadixCache):
         pages, parent = leaf.pages, leaf.parent
         assert parent is not None
         # children are on the host, and nothing without it
-        if not leaf.on_host and (leaf.children or (self.cuts and self._is_worth_copying(leaf))):
+        if not leaf.on_host and (leaf.children or (self.cuts and self._is_worth_copying(leaf, leaf.num_pages))):
             self._give_host_pages(leaf)
         if not leaf.on_host:
             self._remove_subtree(leaf)
@@ -346,9 +346,10 @@ class HiRadixCache(RadixCache):
         self.retention.file(parent)
         return pages
 
-    def _is_worth_copying(self, node: TreeNode) -> bool:
-        """Tell whether ``node`` is worth its room on the host: it is kept for who comes back, or the policy says so."""
-        victim = self._host_queue.peek() if self.host.num_free < node.num_pages else None
+    def _is_worth_copying(self, node: TreeNode, num_pages: int) -> bool:
+        """Tell whether ``node`` is worth ``num_pages`` on the host: it is kept for who comes back, or the policy says
+        so."""
+        victim = self._host_queue.peek() if self.host.num_free < num_pages else None
         missed = victim is not None and not self._host_queue.order.spare(victim)
         idle_s = self._clock() - victim.used_s if victim is not None and missed else None
         return self.retention.keeps(node) or self._write.admits(hits=node.hit_count, victim_idle_s=idle_s)
@@ -461,15 +462,18 @@ class HiRadixCacheOfStates(HiRadixCache):
         """Give up the snapshot of a page on the device: to the host, with the pages of ``node``, or for good."""
         (at,) = np.flatnonzero(node.pages == page).tolist()
         has_copy = node.on_host and self.host.has_snapshot(node.host[at : at + 1]).all()
-        if not has_copy and (node.on_host or self._is_worth_copying(node)):
+        if not has_copy:
             self._copy_snapshot(node, at, snapshots.snapshot_of(page))
         return super()._give_up_snapshot(node, page, snapshots)
 
     def _copy_snapshot(self, node: TreeNode, at: int, snapshot: Snapshot) -> None:
-        """Give the snapshot of page ``at`` of ``node`` pages on the host, and the node, if they can be had; `_copy`
-        fills them."""
+        """Give the snapshot of page ``at`` of ``node`` pages on the host, and the node, if they are worth it and can be
+        had; `_copy` fills them. A policy that copies K and V before the device evicts them takes all snapshots."""
         num_pages = len(snapshot.pages) + (0 if node.on_host else node.num_pages)
         if num_pages > self.host.num_pages - self.host.coming:
+            return
+        fits = node.on_host and self.host.num_free >= num_pages
+        if self._write.rule.at_eviction and not fits and not self._is_worth_copying(node, num_pages):
             return
         lock = self.inc_lock_ref(node)
         self._room_on_host(num_pages)

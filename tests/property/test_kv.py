@@ -26,7 +26,7 @@ from replicas.runner.batch import WindowTable
 from replicas.scheduler.plan import TableWrite
 from routing.fleet_state import Feed
 from routing.index import Borders, TierIndex, pages_of
-from tests.harness import choice_of, pool_of
+from tests.harness import choice_of, load_always, pool_of, to_host
 
 ROWS = 3
 DRAFTED = 3  # tokens
@@ -408,3 +408,50 @@ def test_in_long_histories_every_row_holds_its_own_tokens(seed: int, reach: int,
     assert snapshot_pages == 0 or (machine.reused > 0 and parts is not None and parts.evicted > 0)
     assert parts is not None or (tiers is not None and tiers.counters.written_pages > 0)
     machine.teardown()
+
+
+def with_states(write: str, *, num_pages: int, host_pages: int) -> KvUnderLoad:
+    kv = KvUnderLoad()
+    kv.start(1, num_pages, "radix", "lru", host_pages, write, "arc", snapshot_pages=3)
+    load_always(kv.kv)
+    return kv
+
+
+def serve(self: KvUnderLoad, prompt: list[int], salt: str = "") -> int:
+    """Run a request to its end. Returns: the tokens of ``prompt`` that it loaded from the host."""
+    req, last = choice_of("r", prompt, max_new_tokens=40, cache_salt=salt), len(prompt) - 1
+    self.kv.admit(req)
+    loaded, _ = self.kv.load(req, 1000)
+    self.compute(req, np.empty(0, dtype=np.int32))
+    if req.computed_len < last:
+        self.run_chunk(req, last - req.computed_len)
+    self.run_chunk(req, 100)
+    self.kv.release(req, keep=True)
+    self.kv.check([])
+    return loaded
+
+
+@pytest.mark.parametrize("write", ["write_back", "write_through", "write_through_selective"])
+def test_a_full_host_goes_on_taking_snapshots(write: str) -> None:
+    rig = with_states(write, num_pages=20, host_pages=60)
+    shares = []
+    for salt in "abcd":
+        texts = [[int(bit) for bit in f"{number:05b}00000"] for number in range(5)]
+        for text in texts * 2:
+            serve(rig, text, salt)
+        shares.append(sum(serve(rig, text, salt) for text in texts * 4))
+        rig.kv.store.drain_events()
+    assert min(shares) > max(shares) / 2, shares
+
+
+def test_adaptive_asks_for_all_pages_that_a_snapshot_takes() -> None:
+    """What nobody came back to does not push out what is younger than the typical wait, an hour; but the host fills."""
+    rig = with_states("adaptive", num_pages=60, host_pages=60)
+    tiers = rig.kv.store.tiers
+    assert tiers is not None
+    for _ in range(50):
+        tiers._write.gaps.waited(3600.0)
+    for number in range(16):
+        serve(rig, [0] * 10, str(number))
+        to_host(rig.kv)
+    assert serve(rig, [0] * 10, "1") == 9

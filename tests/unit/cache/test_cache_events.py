@@ -1,7 +1,7 @@
 import numpy as np
 
-from kvtransfer.pages import page_keys
-from replicas.cache.events import AllCleared, EventLog, PagesRemoved, PagesStored
+from kvtransfer.pages import Tier, page_keys
+from replicas.cache.events import AllCleared, EventLog, PagesRemoved, PagesStored, PartLog, PartsChanged
 from replicas.cache.radix import RadixCache
 
 PROMPT = np.arange(8, dtype=np.int32)
@@ -72,3 +72,19 @@ def test_nothing_is_hashed_unless_events_are_recorded() -> None:
     cache = RadixCache(2)
     cache.insert(PROMPT, np.array([1, 2, 3, 4], dtype=np.int32), "s")
     assert cache.match_prefix(PROMPT, "s").node.page_keys is None
+
+
+def test_after_a_flush_parts_that_come_again_are_told_again() -> None:
+    """Of the same keys, on the same pages, before anybody has heard of the flush."""
+    log, part, pages = EventLog(), np.zeros(3, dtype=np.int32), np.array([1, 2], dtype=np.int32)
+    log.parts = PartLog(part)
+    told = []
+    for _ in range(2):
+        log.stored(np.array(KEYS[:2], dtype=np.uint64), None, 2, PROMPT[:4], pages=pages)
+        part[1] = 1
+        log.parts.on_host(KEYS[1], there=True)
+        told.append([(each.keys.tolist(), each.tier) for each in log.drain() if isinstance(each, PartsChanged)])
+        log.cleared()
+        log.parts.forget(pages)
+        log.parts.on_host(KEYS[1], there=False)
+    assert told == [[(KEYS[:1], Tier.DEVICE), (KEYS[1:2], Tier.HOST)]] * 2
