@@ -13,6 +13,7 @@ import math
 import os
 import time
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from fastapi import APIRouter, Depends, Request
@@ -48,10 +49,38 @@ router = APIRouter(route_class=Route)
 ADMIN = [Depends(admin_only)]
 MAX_FLUSH_WAIT_S = 600.0
 SNAPSHOT_S = 60.0  # to copy the K/V of one request, and to carry it here
-_WAIT = {"type": "number", "minimum": 0, "maximum": MAX_FLUSH_WAIT_S, "default": 0}
-WAITS = {"parameters": [{"name": "timeout", "in": "query", "schema": _WAIT}]}  # of routes that call `wait_of`
 METRICS = {"response_class": PlainTextResponse, **gives(None)}
 METRICS["responses"][200] = {"content": {"application/openmetrics-text": {"schema": {"type": "string"}}}}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AskedSeconds:
+    """A number of seconds in the query of a route, whose `described` goes into the route's openapi_extra."""
+
+    name: str
+    least: float
+    most: float
+    default: float
+
+    @property
+    def described(self) -> dict[str, Any]:
+        schema = {"type": "number", "minimum": self.least, "maximum": self.most, "default": self.default}
+        return {"parameters": [{"name": self.name, "in": "query", "schema": schema}]}
+
+    def of(self, request: Request) -> float:
+        """Raises: InvalidRequest."""
+        given = request.query_params.get(self.name, str(self.default))
+        try:
+            seconds = float(given)
+        except ValueError:
+            seconds = math.nan
+        if not self.least <= seconds <= self.most:
+            bounds = f"{self.least:.0f} and {self.most:.0f} seconds"
+            raise InvalidRequest(f"{self.name}: must be between {bounds}, got {given[:64]!r}")
+        return seconds
+
+
+WAIT = AskedSeconds(name="timeout", least=0, most=MAX_FLUSH_WAIT_S, default=0)  # for requests to end
 
 
 class SnapshotFile(Response):
@@ -234,13 +263,13 @@ def _state_body(info: ReplicaInfo, report: ReplicaReport) -> dict[str, Any]:
 
 
 @router.api_route(
-    "/flush_cache", methods=["GET", "POST"], dependencies=ADMIN, response_class=PlainTextResponse, openapi_extra=WAITS,
-    **gives(None, 400),
+    "/flush_cache", methods=["GET", "POST"], dependencies=ADMIN, response_class=PlainTextResponse,
+    openapi_extra=WAIT.described, **gives(None, 400),
 )  # fmt: skip
 async def flush_cache(request: Request) -> Response:
     """Drop all cached prefixes on all replicas; 400 if one is busy for longer than ``timeout`` seconds."""
     service = service_of(request)
-    wait_s = wait_of(request)
+    wait_s = WAIT.of(request)
     return await answer(request, _flush(service, wait_s))
 
 
@@ -258,18 +287,6 @@ async def _flush(service: Service, wait_s: float) -> Response:
         )
         return JSONResponse(error_body(message, status=400), status_code=400)
     return PlainTextResponse(f"Cache flushed on {len(flushed)} replicas.\n")
-
-
-def wait_of(request: Request) -> float:
-    """Return the seconds in ``timeout``: how long to wait for requests to end. Raises: InvalidRequest."""
-    given = request.query_params.get("timeout", "0")
-    try:
-        timeout_s = float(given)
-    except ValueError:
-        timeout_s = math.nan
-    if not 0 <= timeout_s <= MAX_FLUSH_WAIT_S:
-        raise InvalidRequest(f"timeout: must be between 0 and {MAX_FLUSH_WAIT_S:.0f} seconds, got {given[:64]!r}")
-    return timeout_s
 
 
 @router.post("/abort_request", **gives("How many requests were aborted", *BODY))

@@ -15,7 +15,7 @@ from fastapi.responses import JSONResponse, Response
 
 from deployments.dispatch.leases import ReplicaCalls
 from deployments.fleet.fleet import ANSWER_S
-from deployments.http.admin import ADMIN, WAITS, wait_of
+from deployments.http.admin import ADMIN, WAIT
 from deployments.http.api_document import BODY, gives
 from deployments.http.bodies import MemoryRequest, Route
 from deployments.http.http_errors import error_body
@@ -30,12 +30,12 @@ COPY_S = 60.0  # beyond the wait: the cache is copied to the host meanwhile
 @router.post(
     "/release_memory_occupation",
     dependencies=ADMIN,
-    openapi_extra=WAITS,
+    openapi_extra=WAIT.described,
     **gives("Whether it was done", *BODY, 409, 503),
 )
 async def release(request: Request, body: MemoryRequest = ALL) -> Response:
     """Give back the memory of all replicas; 409, with nothing given back, if one is busy or cannot."""
-    return await answer(request, _release(service_of(request), tuple(body.tags or ()), wait_of(request)))
+    return await answer(request, _release(service_of(request), tuple(body.tags or ()), WAIT.of(request)))
 
 
 @router.post("/resume_memory_occupation", dependencies=ADMIN, **gives("Whether it was done", *BODY, 503))

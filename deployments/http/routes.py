@@ -4,7 +4,6 @@ Never:     changes anything: a dry run sends nothing, and changes neither the in
            or ids.
 """
 
-import math
 from typing import Any
 
 from fastapi import APIRouter, Depends, Request
@@ -14,6 +13,7 @@ from deployments.dispatch.dispatcher import Dispatcher, query_of
 from deployments.fleet.peers import newer
 from deployments.http import bodies
 from deployments.http.access import admin_only, caller_of, scoped
+from deployments.http.admin import AskedSeconds
 from deployments.http.api_document import RUN, body_like, gives, said
 from deployments.http.arrivals import hints_of
 from deployments.http.bodies import Route
@@ -26,7 +26,7 @@ from replicas.types import GenerateRequest, SamplingParams, TokenIds
 from routing.explain import explain
 from routing.why import summed
 
-_LAST: dict[str, Any] = {"type": "number", "minimum": 1, "maximum": 86_400, "default": 3600}  # seconds
+LAST = AskedSeconds(name="last", least=1, most=86_400, default=3600)
 # both show requests and prefixes of all callers
 router = APIRouter(route_class=Route, dependencies=[Depends(admin_only)])
 
@@ -91,7 +91,7 @@ async def route(request: Request, rid: bodies.PathName) -> Response:
 
 @router.get(
     "/uncached",
-    openapi_extra={"parameters": [{"name": "last", "in": "query", "schema": _LAST}]},
+    openapi_extra=LAST.described,
     **gives("Why prompts were not cached: requests, tokens, seconds, by tenant and cause", 400),
 )
 async def uncached(request: Request) -> Response:
@@ -99,13 +99,7 @@ async def uncached(request: Request) -> Response:
 
     Raises: InvalidRequest.
     """
-    service, given = service_of(request), request.query_params.get("last", str(_LAST["default"]))
-    try:
-        last = float(given)
-    except ValueError:
-        last = math.nan
-    if not _LAST["minimum"] <= last <= _LAST["maximum"]:
-        raise InvalidRequest(f"last: must be 1 to {_LAST['maximum']:,} seconds, got {given[:64]!r}", param="last")
+    service, last = service_of(request), LAST.of(request)
     own = {service.dispatcher.router_id: service.dispatcher.prompts.misses.table(last)}
     tables = {**await service.peers.misses(last), **own}
     return JSONResponse({"last_s": last, "routers": sorted(tables), "causes": summed(tables.values())})

@@ -1,7 +1,6 @@
 """The command that runs all that a GPU can show keeps to its time, and its file is whole however it ends."""
 
 import json
-import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -125,8 +124,6 @@ def test_tests_and_figures_are_told_as_pytest_and_the_benchmarks_have_them(tmp_p
     ]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(tmp_path))
-        for variable in [each for each in os.environ if each.startswith("PYTEST_")]:  # of xdist, where this is a worker
-            patch.delenv(variable)
         status, told = run(parts, tmp_path / "out.json")
     assert status == 1
     assert [name(test) for test in told["named"]["tests"]] == [("test_a", "passed")]

@@ -151,6 +151,7 @@ async def test_flushing_forgets_every_prefix_and_waits_for_requests_if_told(clie
     assert again["meta_info"]["cached_tokens"] == 0
     for bad in ("nan", "x", "-1"):
         assert (await client.get(f"/flush_cache?timeout={bad}")).status_code == 400
+        assert (await client.get(f"/uncached?last={bad}")).status_code == 400
 
 
 async def test_tokenize_and_detokenize_are_inverse(client: httpx.AsyncClient) -> None:

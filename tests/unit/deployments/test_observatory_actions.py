@@ -360,5 +360,10 @@ def test_what_was_imported_without_collections_is_scanned_by_none_afterwards() -
     try:
         assert [enabled, gc.isenabled()] == [False, True]
         assert gc.get_freeze_count() > frozen
+        gc.disable()
+        with process.without_collections():
+            pass
+        assert not gc.isenabled()
     finally:
+        gc.enable()
         gc.unfreeze()
