@@ -263,19 +263,19 @@ _ADAPTERS = [
 ]  # fmt: skip
 
 _TRANSFER = [
-    Metric(REPLICA, COUNTER, "transfers_total", "Hand-offs that ended in this replica, by outcome.",
+    Metric(REPLICA, COUNTER, "transfers_total", "KV transfers that ended in this replica, by outcome.",
             {"direction": ("send", "receive"), "outcome": ("ok", "error")}, disaggregated=True),
     Metric(REPLICA, COUNTER, "transfer_bytes_total", "K/V bytes moved.", {"direction": ("send", "receive")},
             disaggregated=True),
     Metric(REPLICA, HISTOGRAM, "transfer_duration_seconds",
-            "Parts of a hand-off: grant (until the receiver had a row and pages, or gave up), wait (from then until "
+            "Parts of a KV transfer: grant (until the receiver had a row and pages, or gave up), wait (from then until "
             "all pages had arrived, or it failed), post and wire (one NIXL write, from its telemetry).",
             {"phase": ("grant", "wait", "post", "wire")}, unit="seconds", buckets=STAGE, disaggregated=True),
-    Metric(REPLICA, GAUGE, "transfers_in_flight", "Hand-offs in progress; draining: failed, and their pages are "
+    Metric(REPLICA, GAUGE, "transfers_in_flight", "KV transfers in progress; draining: failed, and their pages are "
             "not yet safe to reuse.", {"direction": ("send", "receive", "draining")}, disaggregated=True),
-    Metric(REPLICA, GAUGE, "transfer_oldest_drain_seconds", "Age of the oldest draining hand-off.",
+    Metric(REPLICA, GAUGE, "transfer_oldest_drain_seconds", "Age of the oldest draining KV transfer.",
             unit="seconds", disaggregated=True),
-    Metric(REPLICA, GAUGE, "transfer_peers", "Replicas to which this one is connected for hand-offs.",
+    Metric(REPLICA, GAUGE, "transfer_peers", "Replicas to which this one is connected for KV transfers.",
             disaggregated=True),
     Metric(REPLICA, COUNTER, "transfer_digest_mismatches_total",
             "Received pages whose digest was not that of the sent page.", disaggregated=True),
@@ -377,7 +377,7 @@ _ROUTING = [
             "their fetches had ended, well or not."),
     Metric(ROUTER, COUNTER, "router_pair_decisions_total", "Decisions whether to hand the prompt over, by reason.",
             {"reason": OPEN}, disaggregated=True),
-    Metric(ROUTER, COUNTER, "router_hand_offs_total", "Hand-offs of finished attempts; error: the decode replica "
+    Metric(ROUTER, COUNTER, "router_kv_transfers_total", "KV transfers of finished attempts; error: the decode replica "
             "computed the prompt itself.", {"outcome": ("ok", "error")}, disaggregated=True),
 ]  # fmt: skip
 

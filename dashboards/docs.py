@@ -21,8 +21,8 @@ STATE_MEANS = {
     "evictable": "cached and unused: evicted when room is needed",
     "protected": "cached and in use by a request",
     "reserved": "taken by requests and not in the cache: tokens that running requests are writing, the unused end of a "
-    "last page, and pages that a hand-off will fill",
-    "quarantined": "kept from use after a failed hand-off, as its sender might still write there",
+    "last page, and pages that a KV transfer will fill",
+    "quarantined": "kept from use after a failed KV transfer, as its sender might still write there",
 }
 STAGE_MEANS = {
     "route": "from the request's arrival until the try that answered it was sent: reading, tokenising, choosing, "

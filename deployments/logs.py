@@ -1,7 +1,7 @@
 """Puts our log lines into Serve's log files, where operators look (``serve`` in Ray's logs, one file per replica).
 
 With observability.log_format: json each line is one JSON object: Serve's own encoding, with the names of the logger and
-of the request that the line is about. With MANTA_OBSERVE=1 in the replicas' environment (``runtime_env``) hand-offs and
+of the request that the line is about. With MANTA_OBSERVE=1 in the replicas' environment (``runtime_env``) transfers and
 decode steps are logged too, a JSON line each (kvtransfer/replay/observe.py). This reads and hashes every prompt's K/V:
 not while speed counts.
 """

@@ -37,7 +37,7 @@ from deployments.dispatch.dispatcher import Dispatcher
 from deployments.dispatch.leases import LeaseHolder, ReplicaCalls, ReplicaGone
 from deployments.dispatch.ray_leases import RayLeases
 from deployments.dispatch.resumable_streams import ResumableStreams
-from deployments.fleet.cache_moves import CacheMoves
+from deployments.fleet.cache_migration import CacheMigration
 from deployments.fleet.fleet import Fleet
 from deployments.fleet.peers import NoPeers, RayPeers, ResponseAsk, RouterPeers
 from deployments.fleet.silence import HangKiller
@@ -91,7 +91,7 @@ class RouterIngress:
             rng=Random(secrets.randbits(64)),
             clock=time.monotonic,
             page_size=_page_size(config),
-            always_hand_off=config.transfer.hand_off == "always",
+            always_kv_transfer=config.transfer.disaggregation == "always",
         )
         leases = RayLeases()
         self._fleet = Fleet(
@@ -100,7 +100,7 @@ class RouterIngress:
             report_period_s=config.router.report_period_s,
             hang_timeout_s=config.router.hang_timeout_s,
             role_of=leases.role_of,
-            moves=CacheMoves(
+            moves=CacheMigration(
                 leases,
                 fill_s=config.replicas.fill_s,
                 push_s=config.replicas.push_share * config.replicas.drain_timeout_s,

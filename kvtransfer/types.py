@@ -1,11 +1,11 @@
-"""The orders, events and settings of hand-offs: frozen values.
+"""The orders, events and settings of KV transfers: frozen values.
 
 Owns:      nothing. The protocols: rooms/transfer_service.py, ports/rank_port.py, ports/transfer_agent.py.
 
     engine (replicas/disagg) ──orders──> KvTransfer ──orders──> RankPort, one per rank (ports.py) ──> TransferAgent
                              <──events──            <──events──
 
-A *room* is one hand-off: one sequence's pages from one prefill replica to one decode replica; or one fetch: pages of a
+A *room* is one KV transfer: one sequence's pages from a prefill replica to a decode replica; or one fetch: pages of a
 prompt from a replica that has cached them (a *donor*) to one that has not. ``generation`` counts
 the tries of one room, ``incarnation`` is new with every start of a process: messages of an earlier one are dropped.
 """
@@ -26,7 +26,7 @@ class Verify(enum.Enum):
     """Which pages the receiver checks against the sender's digests before it uses them."""
 
     OFF = "off"
-    LAST = "last"  # the last page of a hand-off
+    LAST = "last"  # the last page of a KV transfer
     ALL = "all"
 
 
@@ -41,7 +41,7 @@ class PeerAddress:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PdTicket:
-    """One try of one hand-off, made by the router; both legs carry it."""
+    """One try of one KV transfer, made by the router; both legs carry it."""
 
     room: int  # random, 63 bits
     generation: int  # of the try

@@ -483,7 +483,7 @@ class EngineConfig:
 
     @property
     def carried_len(self) -> int:
-        """The slots of the pages that carry a request's recurrent states in a hand-off; 0 where there are none."""
+        """The slots of the pages that carry a request's recurrent states in a KV transfer; 0 where there are none."""
         page = self.cache.page_size * self.model.kv_cell_bytes(tp=self.parallel.tp, kv_dtype=self.kv_dtype)
         if not self.hands_off or not page:
             return 0
@@ -496,7 +496,7 @@ class EngineConfig:
 
     @property
     def kv_dtype(self) -> str:
-        """The number format of the pool; hand-offs want it equal, so 8-bit floats of a GPU and of a CPU do not meet."""
+        """The number format of the pool; KV transfers want it equal: 8-bit floats of a GPU and of a CPU do not meet."""
         if self.cache.kv_dtype == "fp8" and self.device == "cuda":
             return FP8_TENSOR
         if self.device == "cpu" and self.model.dtype == "float16":

@@ -1,4 +1,4 @@
-"""Builds an engine: settings, ranks, pools, and its transfer service where it takes part in hand-offs.
+"""Builds an engine: settings, ranks, pools, and its transfer service where it takes part in KV transfers.
 
 Owns:      the order of start-up and of its undoing.
 Never:     decides settings (resolve.py) or sizes (memory/sizing); starts followers itself (engine/ranks.py).
@@ -37,7 +37,7 @@ from replicas.config import (
     kv_layout,
     load_extensions,
 )
-from replicas.disagg.roles import HandOffTerms
+from replicas.disagg.roles import PdTransferTerms
 from replicas.engine.adapters import HeldAdapters
 from replicas.engine.engine import Engine, Executor, StartReport
 from replicas.engine.ranks import LocalWorkers, Ranks, WorkerLauncher
@@ -77,7 +77,7 @@ class EngineSettings:
     workers: WorkerLauncher | None = None  # starts the ranks above 0; by default processes of this host
     # for a caller that drains them (loop.py does): what enters and leaves the prefix cache
     record_events: bool = False
-    transfer: TransferSettings | None = None  # takes part in hand-offs; peers reach it at its ``transfer_address``
+    transfer: TransferSettings | None = None  # takes part in KV transfers; peers reach it at its ``transfer_address``
     make_agent: MakeAgent | None = None  # another transfer library than NIXL; for one rank
     # for an engine that serves: rank 0's KV pool has its memory, or the first of it, from the start, and what
     # constrained requests need of the tokenizer is made soon
@@ -260,16 +260,16 @@ def _page_home(config: EngineConfig, kv: KvCache, host: HostKVCache | None) -> T
 def port_spec(config: EngineConfig, settings: TransferSettings) -> PortSpec:
     """Return what all ports agree on. Raises: InvalidConfig when this engine's pages cannot be handed over."""
     if config.cache.label_channels is not None:
-        raise InvalidConfig(f"attention = {config.attention!r} with hand-offs: pages arrive without labels; set auto")
+        raise InvalidConfig(f"attention = {config.attention!r} with KV transfers: pages come without labels; set auto")
     if config.model.states and not config.model.num_layers:
         raise InvalidConfig(
-            f"hand-offs of {config.model.architecture}: it keeps recurrent states alone, and pages of K and V would "
-            "carry them; serve it without hand-offs"
+            f"KV transfers of {config.model.architecture}: it keeps recurrent states alone, and pages of K and V would "
+            "carry them; serve it without KV transfers"
         )
     if config.model.states and config.parallel.tp > 1:
         raise InvalidConfig(
-            f"hand-offs of {config.model.architecture} with parallel.tp = {config.parallel.tp}: recurrent states are "
-            "handed over by one rank; set parallel.tp: 1, or serve it without hand-offs"
+            f"KV transfers of {config.model.architecture} with parallel.tp = {config.parallel.tp}: recurrent states "
+            "are handed over by one rank; set parallel.tp: 1, or serve it without KV transfers"
         )
     try:
         identity = model_identity(config.model.path, config.model.quantization)
@@ -277,13 +277,13 @@ def port_spec(config: EngineConfig, settings: TransferSettings) -> PortSpec:
     except ValueError as error:
         raise InvalidConfig(
             f"K/V cannot be handed over with parallel.tp = {config.parallel.tp}: {error}; choose a tp that divides the "
-            "KV heads, or serve this model without hand-offs"
+            "KV heads, or serve this model without KV transfers"
         ) from error
 
 
 def open_transfer_service(
     spec: PortSpec, make_ports: Callable[[], Sequence[RankPort]]
-) -> tuple[KvTransfer, HandOffTerms]:
+) -> tuple[KvTransfer, PdTransferTerms]:
     """Start the transfer service; ``make_ports`` is called on its thread. Returns: it, and the engine's terms.
 
     Raises: TransferError or OSError when the transfer library or the listening address is not available.
@@ -291,7 +291,7 @@ def open_transfer_service(
     settings = spec.settings
     service = KvTransfer(settings, spec.layout, make_ports)
     service.start()
-    terms = HandOffTerms(
+    terms = PdTransferTerms(
         fingerprint=spec.layout.fingerprint,
         open_timeout_s=settings.open_timeout_s,
         room_timeout_s=settings.room_timeout_s,

@@ -1,4 +1,4 @@
-"""Observer: reports one engine's hand-offs and steps to kvtransfer/replay/observe.py (SPEC J01, J03, J04).
+"""Observer: reports one engine's KV transfers and steps to kvtransfer/replay/observe.py (SPEC J01, J03, J04).
 
 Owns:      nothing; reads requests, table and pool.
 Never:     changes anything, ends a step (`observe.harmless`), or runs unless `observe.enabled()`: its callers ask

@@ -45,8 +45,8 @@ from kvtransfer.types import PdTicket
 from replicas.types import (
     Finish,
     GenerateRequest,
-    HandOffReport,
     PdLeg,
+    PdTransferReport,
     SamplingParams,
     StageTimes,
     TokenIds,
@@ -155,7 +155,7 @@ class Holding:
 
 @dataclass(slots=True, eq=False)
 class Leg:
-    """One side of a hand-off, as part of its request; driven by replicas/disagg."""
+    """One side of a KV transfer, as part of its request; driven by replicas/disagg."""
 
     role: PdLeg
     ticket: PdTicket
@@ -167,7 +167,7 @@ class Leg:
     granted_s: float | None = None  # decode leg: when it got row and pages
     # when the transfer of its K/V ended, and it waits to be computed: a decode leg's that failed, or a fetch
     waits_again_s: float | None = None
-    report: HandOffReport | None = None  # decode leg: how it went, until it is in a delta
+    report: PdTransferReport | None = None  # decode leg: how it went, until it is in a delta
 
 
 @dataclass(slots=True, eq=False)
@@ -276,7 +276,7 @@ class Req:
     prompt_logprobs_from: int | None = None
     state: ReqState = ReqState.WAITING
     holding: Holding | None = None
-    leg: Leg | None = None  # None: not part of a hand-off
+    leg: Leg | None = None  # None: not part of a KV transfer
     guide: Guide | None = None  # None: not constrained, or its grammar is being compiled
     computed_len: int = 0  # tokens whose K/V is computed, reused ones included
     cached: CachedTokens = CachedTokens()  # prompt tokens reused at first admission

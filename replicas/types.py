@@ -253,7 +253,7 @@ def _check(param: str, ok: bool, message: str) -> None:
 
 
 class PdLeg(enum.Enum):
-    """The side of a hand-off that a request is: prefill or decode; or it fetches cached pages from another replica."""
+    """The side of a KV transfer that a request is: prefill or decode; or it fetches pages from another replica."""
 
     PREFILL = "prefill"
     DECODE = "decode"
@@ -261,8 +261,8 @@ class PdLeg(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HandOff:
-    """The hand-off of a request that two replicas compute: one the K/V of its prompt, the other its tokens. Or a fetch:
+class PdTransfer:
+    """The transfer of a request that two replicas compute: one the K/V of its prompt, the other its tokens. Or a fetch:
     one replica computes it, and another one has cached pages of its prompt."""
 
     leg: PdLeg
@@ -270,9 +270,9 @@ class HandOff:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HandOffReport:
-    """How a hand-off or a fetch went, as the receiver saw it. It comes with the first token, or, if it failed, and of a
-    fetch, on a delta of its own as soon as that is known."""
+class PdTransferReport:
+    """How a KV transfer or fetch went, as the receiver saw it. It comes with the first token, or, if it failed, and of
+    a fetch, on a delta of its own as soon as that is known."""
 
     transferred: bool  # False: it failed, and the prompt was computed where it decodes
     reason: str | None = None  # why it failed
@@ -287,7 +287,7 @@ class HandOffReport:
 class StageTimes:
     """The stages of one choice of a request, in seconds, on the engine that ran it; consecutive, so that they sum to
     the time from arrival to the end (request.py draws them). On the last delta of the choice; the prefill leg of a
-    hand-off has its own. A retracted request stays in its stage while it waits again."""
+    KV transfer has its own. A retracted request stays in its stage while it waits again."""
 
     # until the first step that computed something of it, or, of a decode leg, row and pages; of one whose K/V did not
     # come, the second wait too
@@ -346,7 +346,7 @@ class GenerateRequest:
     top_logprobs: int = 0  # and of this many most likely alternatives, 0 to 20
     prompt_logprobs_from: int | None = None  # also prompt logprobs for positions >= this; None: none
     resumed_ids: tuple[int, ...] = ()  # output already delivered by a replica that died; continue after it
-    hand_off: HandOff | None = None  # None: this replica does all of it
+    kv_transfer: PdTransfer | None = None  # None: this replica does all of it
     recall: str = ""  # by which another router asks for its output, should this one die; "" for no such request
     routing_key: str = ""  # scheduler.policy: routing-key starts requests of the keys that run most; "" for none
     offline: bool = False  # a batch request: it runs in the gaps that others leave, below every priority
@@ -367,7 +367,7 @@ class GenerateRequest:
     @property
     def num_choices(self) -> int:
         """The number of sequences that end here, each with a finish: 1 for a prefill leg, else n."""
-        return 1 if self.hand_off is not None and self.hand_off.leg is PdLeg.PREFILL else self.sampling.n
+        return 1 if self.kv_transfer is not None and self.kv_transfer.leg is PdLeg.PREFILL else self.sampling.n
 
     @property
     def num_prompt_logprobs(self) -> int:
@@ -434,7 +434,7 @@ class TokenDelta:
     prompt_logprobs: tuple[TokenLogprob, ...] = ()  # on the first delta, when asked for
     usage: Usage
     finish: Finish | None = None  # on the last delta of the choice
-    hand_off: HandOffReport | None = None  # once, where one was tried
+    kv_transfer: PdTransferReport | None = None  # once, where one was tried
     stages: StageTimes | None = None  # on the first and last delta of a choice, unless the engine itself has died
 
     @property
@@ -444,8 +444,8 @@ class TokenDelta:
 
     @property
     def is_report(self) -> bool:
-        """Whether it holds only the report of a hand-off, which is not for the client."""
-        return self.hand_off is not None and self.finish is None and not (self.token_ids or self.prompt_logprobs)
+        """Whether it holds only the report of a KV transfer, which is not for the client."""
+        return self.kv_transfer is not None and self.finish is None and not (self.token_ids or self.prompt_logprobs)
 
     def merge(self, *later: "TokenDelta") -> "TokenDelta":
         """Return this delta and those after it as one, in linear time: what a slow consumer receives."""
@@ -461,7 +461,7 @@ class TokenDelta:
             prompt_logprobs=tuple(chain.from_iterable(each.prompt_logprobs for each in deltas)),
             usage=last.usage,
             finish=last.finish,
-            hand_off=next((each.hand_off for each in deltas if each.hand_off is not None), None),
+            kv_transfer=next((each.kv_transfer for each in deltas if each.kv_transfer is not None), None),
             stages=next((each.stages for each in reversed(deltas) if each.stages is not None), None),
         )
 
@@ -534,7 +534,7 @@ class PoolStats:
     evictable_pages: int
     protected_pages: int  # in the tree and locked by a request
     reserved_pages: int  # held by requests outside the tree
-    quarantined_pages: int = 0  # of failed hand-offs: a peer may still write to them
+    quarantined_pages: int = 0  # of failed KV transfers: a peer may still write to them
 
     @property
     def total_tokens(self) -> int:
@@ -656,7 +656,7 @@ class EngineStats:
     # smoothed rates; 0 until measured
     prefill_tokens_per_s: float = stat(of="steps.prefill_tokens_per_s", row="prefill_tokens_per_s")
     decode_step_s: float = stat(of="steps.decode_step_s", row="decode_step_s")
-    # hand-offs; ``transfer`` is None where the engine takes part in none
+    # KV transfers; ``transfer`` is None where the engine takes part in none
     # decode legs that wait for row and pages
     num_preallocating: int = stat(
         "scheduler_requests", "queues.prealloc", state="preallocating", row="preallocating", default=0
@@ -702,7 +702,7 @@ class EngineStats:
 
     @property
     def num_handed_over(self) -> int:
-        """The requests of hand-offs, which neither run nor wait for this engine."""
+        """The requests of KV transfers, which neither run nor wait for this engine."""
         return self.num_preallocating + self.num_receiving + self.num_handing_off
 
 
@@ -756,7 +756,7 @@ class EngineTallies:
     decode_batch_tokens: TallyCounts = stat("scheduler_batch_tokens", phase="decode")
     # time since the last use of tree nodes that were evicted for room
     evicted_idle_s: TallyCounts = stat("cache_evicted_idle_seconds", tier="L1")
-    # hand-offs; empty where the engine takes part in none
+    # KV transfers; empty where the engine takes part in none
     grant_s: TallyCounts  # decode legs: until row and pages were granted
     wait_s: TallyCounts  # decode legs: from then until all had come, or failed
     post_s: TallyCounts  # each write of pages: NIXL's own time to post it

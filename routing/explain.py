@@ -195,13 +195,14 @@ def _pair_clause(decision: Decision, pair: Pair) -> str:
         f"requests together wait {terms.stall_s:.3f} s meanwhile)"
     )
     handed = (
-        f"through {pair.best_prefill_id} it costs {pair.hand_off_cost_s or 0.0:.3f} s ({pair.prefill_s or 0.0:.3f} s "
-        f"there, {terms.transfer_s:.3f} s for {terms.transfer_pages} pages, {terms.overhead_s:.3f} s fixed)"
+        f"through {pair.best_prefill_id} it costs {pair.kv_transfer_cost_s or 0.0:.3f} s "
+        f"({pair.prefill_s or 0.0:.3f} s there, "
+        f"{terms.transfer_s:.3f} s for {terms.transfer_pages} pages, {terms.overhead_s:.3f} s fixed)"
     )
     if pair.prefill_id is None:
         return f"{d} computes the prompt itself: {local}, {handed}"
     if pair.reason is PairReason.ALWAYS:
-        return f"{pair.prefill_id} computes the prompt and hands it over, as every prompt (transfer.hand_off): {handed}"
+        return f"{pair.prefill_id} computes the prompt and hands it over (transfer.disaggregation: always): {handed}"
     return f"{pair.prefill_id} computes the prompt and hands it over: {handed}, {local}"
 
 

@@ -53,7 +53,7 @@ BATCHES_UNTIL_SETTLED = 2
 # Until the first transfer: a 10 Gbit/s network. One host by shared memory makes 2 to 4e9 (notes on NIXL).
 ASSUMED_BYTES_PER_S = 1e9
 TELLING_BYTES = 1 << 20  # the time of a smaller one is that of its messages, not of its bytes
-# Pages also wait for the sender to compute them, so a slow hand-off says little about the link. Nor does the fastest:
+# Pages also wait for the sender to compute them, so a slow transfer says little about the link. Nor does the fastest:
 # its time runs from when the first pages were seen, so what had arrived by then counts as bytes and not as time.
 BELIEVED = 0.75
 KEPT = 32
@@ -409,7 +409,7 @@ class PredictionErrors:
 
 def _predicted(decision: Decision, outcome: RouteOutcome) -> int:
     """Return how many tokens were predicted to be cached where the prompt was computed in the end."""
-    if outcome.hand_off_failed and decision.pair is not None:
+    if outcome.kv_transfer_failed and decision.pair is not None:
         return decision.pair.chosen.cached_tokens
     return decision.overlap_tokens
 

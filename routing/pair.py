@@ -4,7 +4,7 @@ Pure. Both ways are costs in seconds: until the first token, and what the reques
 
     handed over  the soonest prefill replica: queue + own + missing free tokens     / its prefill rate
                  transfer_s  pages that the decode replica has not                  / the link's rate (fleet_state.py)
-                 overhead_s  what a hand-off costs however small it is              (OVERHEAD_S)
+                 overhead_s  what a KV transfer costs however small it is              (OVERHEAD_S)
     computed by  queue + own tokens                                                 / its prefill rate
     the decode   stall_s     own_s for each request that runs or is to be computed there: a running one makes a
     replica                  token in each step of ours, which takes many decode steps (counted as if it made none), the

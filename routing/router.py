@@ -79,7 +79,7 @@ class Router:
         clock: Callable[[], float],
         page_size: int = 16,
         *,
-        always_hand_off: bool = False,
+        always_kv_transfer: bool = False,
     ) -> None:
         """``clock`` is the one that ``ReplicaView.time_s`` is measured on. Raises ValueError for an unknown policy.
 
@@ -94,7 +94,7 @@ class Router:
         self._policy = POLICIES[policy]
         self._rng = rng
         self._clock = clock
-        self._always_hand_off = always_hand_off
+        self._always_kv_transfer = always_kv_transfer
         self._fleet = FleetState(page_size, clock)
         self.prompts = PromptHistory(
             page_size, clock, departure=self._fleet.departure, holder=self._fleet.holder_beside
@@ -224,7 +224,7 @@ class Router:
 
     @property
     def link(self) -> LinkRates:
-        """The rates of transfers; fed with every completed hand-off, and by `fetched`."""
+        """The rates of transfers; fed with every completed KV transfer, and by `fetched`."""
         return self._fleet.links
 
     def fetched(self, decision: Decision, num_bytes: int, transfer_s: float, *, failed: bool = False) -> None:
@@ -360,7 +360,7 @@ class Router:
         number = self._num_decisions
         choice = choose_pair(
             query, before, after, costs, turn, link_bytes_per_s=link.bytes_per_s, link_measured=link.measured,
-            always=self._always_hand_off, prefill_number=number + 1,
+            always=self._always_kv_transfer, prefill_number=number + 1,
         )  # fmt: skip
         made = pair_decision(query, before, after, choice, number=number, keys=keys, now_s=now_s, dry_run=dry_run)
         return replace(made, overrun=self.overrun.factor)

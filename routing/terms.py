@@ -81,7 +81,7 @@ DECODE_REPLICA = (
     Term("transfer_bytes", "to receive", "bytes", "K and V of those pages", in_terminal="always"),
     Term("transfer_s", "transfer", "s", "the pages, over the link's rate", RECEIVED, in_terminal="always"),
     Term(
-        "overhead_s", "fixed", "s", "what a hand-off costs however small it is", RECEIVED, bar="fixed cost",
+        "overhead_s", "fixed", "s", "what a KV transfer costs however small it is", RECEIVED, bar="fixed cost",
         in_terminal="never",
     ),
     Term(

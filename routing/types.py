@@ -327,8 +327,8 @@ class Reason(enum.Enum):
 class PairReason(enum.Enum):
     """Why the prompt is handed over, or is not."""
 
-    HAND_OFF = "hand_off_costs_less"
-    ALWAYS = "hand_off_always"  # a setting
+    HAND_OFF = "kv_transfer_costs_less"
+    ALWAYS = "kv_transfer_always"  # a setting
     LOCAL = "local_costs_less"
     NO_PREFILL = "no_prefill_replica"
     ONE_REPLICA = "needs_one_replica"  # Pair.why says what in the request needs it
@@ -355,7 +355,7 @@ class Pair:
         return ((replica_id, self.costs.at(index)) for index, replica_id in enumerate(self.decode_ids))
 
     @property
-    def hand_off_cost_s(self) -> float | None:
+    def kv_transfer_cost_s(self) -> float | None:
         """Of the chosen replica; None where no prefill replica may take the request."""
         return None if self.prefill_s is None else self.prefill_s + self.chosen.receive_cost_s
 
@@ -455,4 +455,4 @@ class RouteOutcome:
     cached_tokens: int = 0  # prompt tokens the replica did not have to compute
     ttft_s: float | None = None  # from the decision to the first token; None if there was none
     engine_s: float | None = None  # of it, at the replica, by its own clock; None if it told nothing
-    hand_off_failed: bool = False  # so the decode replica computed the prompt; ``cached_tokens`` are its own
+    kv_transfer_failed: bool = False  # so the decode replica computed the prompt; ``cached_tokens`` are its own

@@ -299,7 +299,7 @@ class FakeFleet:
     def _links(self) -> list[Json]:
         roles = self.roles
         pairs = [(a, b) for a in roles for b in roles if (roles[a], roles[b]) == ("prefill", "decode")]
-        return [{"from": a, "to": b, "bytes_per_s": 4e6 * (1 + index), "hand_offs_per_s": 0.5 * (1 + index),
+        return [{"from": a, "to": b, "bytes_per_s": 4e6 * (1 + index), "kv_transfers_per_s": 0.5 * (1 + index),
                  "failed_per_s": 0.0} for index, (a, b) in enumerate(pairs)]  # fmt: skip
 
     def _measure(self) -> None:

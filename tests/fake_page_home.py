@@ -1,4 +1,4 @@
-"""The tiers of a replica that moves pages, without an engine: what `kvtransfer.moves` is tested with."""
+"""The tiers of a replica that moves pages, without an engine: what `kvtransfer.migration` is tested with."""
 
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
@@ -7,8 +7,8 @@ import numpy as np
 import xxhash
 
 from kvtransfer.layout import KvLayout
-from kvtransfer.moves.mover import PageHome
-from kvtransfer.moves.wire import Bytes, Digests, Path
+from kvtransfer.migration.migrator import PageHome
+from kvtransfer.migration.wire import Bytes, Digests, Path
 
 T = TypeVar("T")
 PAGE_SIZE = 4

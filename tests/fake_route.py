@@ -13,7 +13,7 @@ def explained(row: Json, roles: dict[str, str]) -> Json:
     told = tries[-1]["sentence"]
     return {
         "rid": row["rid"], "internal_rid": internal, "router": row["router"], "time": row["time"],
-        "replica": row["replica"], "outcome": row["outcome"], "num_retries": len(tries) - 1, "num_moves": 0,
+        "replica": row["replica"], "outcome": row["outcome"], "num_retries": len(tries) - 1, "num_migrations": 0,
         "tries": tries, "total_s": row["total_s"], "stages": row["stages"],
         "explanation": f"{internal}{told.removeprefix(row['rid'])}\n  replica   TTFT = queue\n> {row['replica']}  0.1",
     }  # fmt: skip
@@ -86,10 +86,10 @@ def _pair(row: Json, decode: list[str]) -> Json:
         for at, name in enumerate(decode)
     ]  # fmt: skip
     pair = {
-        "prefill": row["prefill"], "decode": row["replica"], "reason": "hand_off_costs_less", "why": None,
-        "best_prefill": row["prefill"], "prefill_s": 0.118, "hand_off_cost_s": 0.16, "local_cost_s": 1.23,
+        "prefill": row["prefill"], "decode": row["replica"], "reason": "kv_transfer_costs_less", "why": None,
+        "best_prefill": row["prefill"], "prefill_s": 0.118, "kv_transfer_cost_s": 0.16, "local_cost_s": 1.23,
         "link_bytes_per_s": 2.9e9, "link_measured": True, "decode_replicas": costs,
     }  # fmt: skip
-    hand_off = {"transferred": True, "reason": None, "num_pages": 113, "num_bytes": 41_000_000, "grant_s": 0.001,
+    kv_transfer = {"transferred": True, "reason": None, "num_pages": 113, "num_bytes": 41_000_000, "grant_s": 0.001,
                 "wait_s": 0.131, "transfer_s": 0.014}  # fmt: skip
-    return {"pair": pair, "hand_off": hand_off, "prefill_end": "handed off", "held_out": {}}
+    return {"pair": pair, "kv_transfer": kv_transfer, "prefill_end": "handed off", "held_out": {}}

@@ -13,7 +13,7 @@ import numpy as np
 from replicas.cache.host_pages import TierCounters
 from replicas.cache.kv import KvCache
 from replicas.config import CacheConfig, Hardware, ModelConfig, ParallelConfig, RopeConfig, SchedulerConfig
-from replicas.disagg.roles import HandOffTerms
+from replicas.disagg.roles import PdTransferTerms
 from replicas.engine.engine import Engine, Executor
 from replicas.launch import EngineSettings, load_engine
 from replicas.memory.sizing import PoolSize, WindowPool
@@ -182,7 +182,7 @@ def fake_engine(
     """Make a real engine (tokenizer, scheduler, pools) over a fake device. Context 128, no end-of-text id.
 
     Args: execute: runs a step at once, in place of the device's `launch`.
-          wire: what its hand-offs go over; None: it takes part in none. window: the tokens that the model sees.
+          wire: what its KV transfers go over; None: it takes part in none. window: the tokens that the model sees.
     """
     device = FakeDevice(
         num_slots=(num_pages + 1) * page_size, num_rows=max_running + 1, row_len=132, window=window
@@ -212,7 +212,7 @@ def fake_engine(
         ),
         tokenizer=_tokenizer(),
         clock=clock,
-        transfer=None if wire is None else (wire.join(device, page_size=page_size), HandOffTerms(fingerprint="fake")),
+        transfer=wire and (wire.join(device, page_size=page_size), PdTransferTerms(fingerprint="fake")),
     )
     return engine, device
 

@@ -1,4 +1,4 @@
-"""A prefill and a decode engine over fake devices, joined by a FakeWire: what tests of hand-offs drive."""
+"""A prefill and a decode engine over fake devices, joined by a FakeWire: what tests of KV transfers drive."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -6,7 +6,7 @@ from dataclasses import replace
 from kvtransfer.types import PdTicket
 from replicas.engine.engine import Engine
 from replicas.request import ReqState
-from replicas.types import FinishReason, GenerateRequest, HandOff, HandOffReport, PdLeg, TokenDelta
+from replicas.types import FinishReason, GenerateRequest, PdLeg, PdTransfer, PdTransferReport, TokenDelta
 from tests.fake_transfer_service import FakeTransferService, FakeWire
 from tests.harness import Clock, ask, fake_engine
 
@@ -44,9 +44,9 @@ class Side:
         deltas = self.deltas.get((rid, index))
         return deltas[-1].finish.reason if deltas and deltas[-1].finish is not None else None
 
-    def report(self, rid: str) -> HandOffReport:
-        """How its hand-off ended."""
-        report = self.deltas[rid, 0][0].hand_off
+    def report(self, rid: str) -> PdTransferReport:
+        """How its KV transfer ended."""
+        report = self.deltas[rid, 0][0].kv_transfer
         assert report is not None
         return report
 
@@ -91,8 +91,8 @@ class Pair:
         self.num_rooms += 1
         ticket = PdTicket(room=self.num_rooms, generation=1, prefill=self.prefill.service.address)
         return (
-            replace(request, hand_off=HandOff(leg=PdLeg.PREFILL, ticket=ticket)),
-            replace(request, hand_off=HandOff(leg=PdLeg.DECODE, ticket=ticket)),
+            replace(request, kv_transfer=PdTransfer(leg=PdLeg.PREFILL, ticket=ticket)),
+            replace(request, kv_transfer=PdTransfer(leg=PdLeg.DECODE, ticket=ticket)),
         )
 
     def ask(self, rid: str, prompt: Sequence[int], **sampling: object) -> None:

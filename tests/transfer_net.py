@@ -43,7 +43,7 @@ SETTINGS = TransferSettings(
 
 @dataclass
 class Room:
-    """One hand-off as the test sees it."""
+    """One KV transfer as the test sees it."""
 
     number: int
     prefill: "SimEngine"
@@ -235,7 +235,7 @@ class Net:
             self.now += step_s
             self.turn(whole=whole)
 
-    def hand_off(
+    def kv_transfer(
         self, prefill: "SimEngine", decode: "SimEngine", *, num_pages: int, first_page: int = 0, leg: bool = True
     ) -> Room | None:
         """Begin one, if both have the pages."""

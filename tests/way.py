@@ -1,4 +1,4 @@
-"""Which files of ours run for a chat, for one with tools and a schema, for a hand-off and for a page that goes through
+"""Which files of ours run for a chat, for one with tools and a schema, for a transfer and for a page that goes through
 the tiers: counted while each runs in this process.
 
     python -m tests.way         one line of JSON: the files of each by their first call; of the last two, what they add
@@ -32,8 +32,8 @@ WALKS = {  # of docs/way.md: their titles, and what stands below
         "A chat with tools and a schema",
         "A streamed chat with a tool, `tool_choice: auto`, and a JSON schema for the answer.",
     ),
-    "hand_off": (
-        "A hand-off", "What a prompt computed at one replica and answered at another runs besides.",
+    "kv_transfer": (
+        "A KV transfer", "What a prompt computed at one replica and answered at another runs besides.",
     ),
     "page": (
         "A page to the host, to a store and back",
@@ -111,7 +111,7 @@ async def ways(calls: Calls) -> dict[str, list[str]]:
 
     async def way(replicas: dict[Role, EngineLoop], *asked: dict[str, object]) -> list[list[str]]:
         found: list[list[str]] = []
-        house = House(policy="estimated_ttft", always_hand_off=len(replicas) > 1)
+        house = House(policy="estimated_ttft", always_kv_transfer=len(replicas) > 1)
         await house.start()
         for role, loop in replicas.items():
             house.add(ServedEngine(loop, replica_id=role.value, node_id="here", role=role))
@@ -185,11 +185,9 @@ async def ways(calls: Calls) -> dict[str, list[str]]:
             max_total_tokens=4_000, host_memory_bytes=1 << 28, store=f"file://{folder}", write_policy="write_back"
         )
         paged = page(load_engine(replace(own, cache=cache, commit_pool=True)))
-    return {
-        "chat": chat, "tools": with_tools, **{
-            name: [file for file in files if file not in chat] for name, files in (("hand_off", apart), ("page", paged))
-        },
-    }  # fmt: skip
+    beside = {"kv_transfer": apart, "page": paged}
+    more = {name: [file for file in files if file not in chat] for name, files in beside.items()}
+    return {"chat": chat, "tools": with_tools, **more}
 
 
 def row(file: str) -> str:

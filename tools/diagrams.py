@@ -1,9 +1,9 @@
-"""Draws how batches, the radix tree, tiers and hand-offs work, for docs: pictures/{steps,tree,tiers,hand_off}.svg.
+"""Draws how batches, the radix tree, tiers and a KV transfer work: docs/pictures/{steps,tree,tiers,kv_transfer}.svg.
 
     python -m tools.diagrams
 
 Owns:      steps and tree are what the scheduler and the cache did when they ran here, over a fake device
-           (tests/harness.py); tiers and hand-offs are drawn by hand.
+           (tests/harness.py); tiers and KV transfers are drawn by hand.
 Invariant: the same code draws the same bytes: tests/contract/test_house.py compares.
 """
 
@@ -136,7 +136,7 @@ def _subtree(node: TreeNode, x: float, y: float) -> tuple[list[str], float]:
     return [*parts, _box(x, y, 110, text, colour)], max(right - 12 - x, 110)
 
 
-def hand_off_svg() -> str:
+def kv_transfer_svg() -> str:
     """One prompt from a prefill to a decode replica."""
     left, right = 150, 620
     steps: Sequence[tuple[bool, str, str]] = (
@@ -180,7 +180,7 @@ def tiers_svg() -> str:
     return svg(780, 172, parts)
 
 
-DRAWN = {"steps": steps_svg, "tree": tree_svg, "hand_off": hand_off_svg, "tiers": tiers_svg}
+DRAWN = {"steps": steps_svg, "tree": tree_svg, "kv_transfer": kv_transfer_svg, "tiers": tiers_svg}
 
 if __name__ == "__main__":
     for name, draw in DRAWN.items():

@@ -127,7 +127,7 @@ LATENCY = Row("Latency and outcomes", (
         "When the upper band grows, prefixes are lost: see the evictions on the KV pool board.", shape=Shape.HEATMAP),
     Panel("Mean time per stage", mean("request_stage_duration_seconds", "stage"), Unit.SECONDS,
         "Mean time of a finished request in each stage; the stages add up to the whole. Decode is the answer itself.",
-        "Queue: too few replicas (with prefill replicas: of decode if grant among Hand-off phases is long, else of "
+        "Queue: too few replicas (with prefill replicas: of decode if grant among KV transfer phases is long, else of "
           "prefill). Prefill: long prompts or few hits. Transfer: see the routing board. Route: the router's process "
           "has too little CPU.", shape=Shape.STACKED),
     Panel("Requests by outcome", rate("requests_total", "outcome"), Unit.REQUESTS_PER_S,

@@ -12,7 +12,7 @@ FULL = Row("Pool use", (
         shape=Shape.BARS, limits=POOL_LIMITS),
     Panel("Tokens by state", gauge("kv_pool_tokens", "state", tier="L1"), Unit.NUMBER,
         "Token slots of all pools: free, evictable (cached and unused), protected (cached and in use), reserved "
-          "(taken, not yet in the cache), quarantined (of failed hand-offs).",
+          "(taken, not yet in the cache), quarantined (of failed KV transfers).",
         "Free near 0 is normal, the cache uses what is there. Evictable near 0: the pools are too small for the load.",
         shape=Shape.STACKED),
     Panel("Pool in use", gauge("kv_pool_utilization_ratio", *BY_REPLICA, over="max", tier="L1"), Unit.RATIO,
@@ -29,7 +29,7 @@ FULL = Row("Pool use", (
         "Lower than expected: memory was short when replicas started; see cache.mem_fraction_static.",
         shape=Shape.STAT, height=4),
     Panel("Quarantined tokens", gauge("kv_pool_tokens", *BY_REPLICA, tier="L1", state="quarantined"), Unit.NUMBER,
-        "Token slots kept from use because the sender of a failed hand-off might still write to them.",
+        "Token slots kept from use because the sender of a failed KV transfer might still write to them.",
         "Not 0 for minutes: see Oldest drain on the routing board and the runbook, QuarantineDoesNotEnd."),
     Panel("Pool memory", {"of all ranks": gauge("kv_pool_capacity_bytes", tier="L1")}, Unit.BYTES,
         "Capacity of all pools in bytes, all ranks.",

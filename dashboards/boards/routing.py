@@ -1,4 +1,4 @@
-"""The board of the router's decisions and of the hand-offs between prefill and decode."""
+"""The board of the router's decisions and of the KV transfers between prefill and decode."""
 
 import functools
 
@@ -139,46 +139,46 @@ FETCHES = Row("Fetches", (
 ))  # fmt: skip
 
 APART = Row("Prefill and decode apart", (
-    apart("Hand-off decisions", rate("router_pair_decisions_total", "reason"), Unit.PER_S,
+    apart("KV transfer decisions", rate("router_pair_decisions_total", "reason"), Unit.PER_S,
         "Decisions whether to hand a prompt over to a prefill replica, by reason.",
         "Mostly not handed over under load: the decode replicas hold the prefixes, or prefill replicas are few.",
         shape=Shape.STACKED),
-    apart("Hand-offs by outcome", rate("router_hand_offs_total", "outcome"), Unit.PER_S,
+    apart("KV transfers by outcome", rate("router_kv_transfers_total", "outcome"), Unit.PER_S,
         "Finished attempts with a transferred prompt, and those whose prompt the decode replica computed.",
-        "failed: see Failed hand-offs and the replicas' logs.", shape=Shape.STACKED),
+        "failed: see Failed KV transfers and the replicas' logs.", shape=Shape.STACKED),
     apart("K/V bytes moved", rate("transfer_bytes_total", "direction", "replica"), Unit.BYTES_PER_S,
         "K/V bytes sent and received, by replica.",
         "Near the link's speed: the network is the bottleneck; hand over fewer prompts."),
-    apart("Hand-off phases, mean", mean("transfer_duration_seconds", "phase"), Unit.SECONDS,
+    apart("KV transfer phases, mean", mean("transfer_duration_seconds", "phase"), Unit.SECONDS,
         "grant: until the receiver had room. wait: from then until all pages had arrived. post, wire: one NIXL write.",
         "grant long: the decode pool is full. wait long and wire short: prefill is slow. wire long: the network."),
-    apart("Hand-off phases, p99", quantile(0.99, "transfer_duration_seconds", "phase"), Unit.SECONDS,
+    apart("KV transfer phases, p99", quantile(0.99, "transfer_duration_seconds", "phase"), Unit.SECONDS,
         "The same parts; 1 % take longer.",
         "Far above the mean: single replicas or peers are slow; narrow the board to one replica at a time."),
     apart("Wait for K/V, distribution", heatmap("transfer_duration_seconds", phase="wait"), Unit.SECONDS,
-        "Number of hand-offs by wait from grant to the last page.",
-        "A second band above the first: some hand-offs wait for slow prefills or a slow link.", shape=Shape.HEATMAP),
-    apart("Failed hand-offs",
+        "Number of KV transfers by wait from grant to the last page.",
+        "A second band above the first: some KV transfers wait for slow prefills or a slow link.", shape=Shape.HEATMAP),
+    apart("Failed KV transfers",
         ratio(rate("transfers_total", "replica", direction="receive", outcome="error"),
               rate("transfers_total", "replica", direction="receive")), Unit.RATIO,
-        "Share of ended hand-offs that failed at the receiver, by replica.",
+        "Share of ended KV transfers that failed at the receiver, by replica.",
         "Not 0: a peer died or a deadline passed; the logs name the room. The runbook has KvTransferFailures.",
         limits=Thresholds(0.01, BOUNDS["KvTransferFailures"])),
-    apart("Hand-offs in progress", gauge("transfers_in_flight", "direction"), Unit.COUNT,
-        "Hand-offs by direction; draining: failed, and their pages are kept until they are safe to reuse.",
+    apart("KV transfers in progress", gauge("transfers_in_flight", "direction"), Unit.COUNT,
+        "KV transfers by direction; draining: failed, and their pages are kept until they are safe to reuse.",
         "draining that stays: see Oldest drain.", shape=Shape.STACKED),
     apart("Oldest drain", gauge("transfer_oldest_drain_seconds", "replica", over="max"), Unit.SECONDS,
-        "Age of the oldest failed hand-off that still keeps its pages.",
+        "Age of the oldest failed KV transfer that still keeps its pages.",
         "Minutes: the sender vanished and nothing proves that it is dead; the runbook has QuarantineDoesNotEnd.",
         limits=Thresholds(30, BOUNDS["QuarantineDoesNotEnd"])),
     apart("Peers", gauge("transfer_peers", "role", "replica"), Unit.COUNT,
-        "Replicas that each replica is connected to for hand-offs.",
+        "Replicas that each replica is connected to for KV transfers.",
         "Fewer than replicas of the other role under traffic: connections fail; see the replica's log."),
     apart("Damaged or late", {
         "mismatches": rate("transfer_digest_mismatches_total"),
         "late": rate("transfer_late_messages_total"),
     }, Unit.PER_S,
-        "Received pages that differ from what was sent, and messages of hand-offs that had ended.",
+        "Received pages that differ from what was sent, and messages of KV transfers that had ended.",
         "Any mismatch: memory or network is faulty, or two versions run together; replace the replica. Late ones are "
           "dropped and harmless."),
 ))  # fmt: skip

@@ -20,8 +20,8 @@ const BECAUSE = {
   tie_broken_at_random: "those compared were equally loaded, and it was drawn at random",
 };
 const PAIR_BECAUSE = {
-  hand_off_costs_less: "handing the prompt over costs less",
-  hand_off_always: "every prompt is handed over (transfer.hand_off)",
+  kv_transfer_costs_less: "handing the prompt over costs less",
+  kv_transfer_always: "every prompt is handed over (transfer.disaggregation)",
   local_costs_less: "computing the prompt where it decodes costs less",
   no_prefill_replica: "no prefill replica can take it",
   needs_one_replica: "the request needs one replica",

@@ -1,4 +1,4 @@
-// The request river: a lane for each replica, a bar for each request, its stages over time; retries and hand-offs lead
+// The request river: a lane for each replica, a bar for each request, its stages over time; retries and KV transfers lead
 // from lane to lane. One canvas is drawn when a state comes and scrolls by itself until the next (Stage).
 // Owns:      the time range that is shown, and the piece that the arrow keys are at.
 // Never:     decides where a piece belongs (river_layout.js), or knows what a request asked.

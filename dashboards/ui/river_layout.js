@@ -28,7 +28,7 @@ export function stagesAt(row, now) {
   return spans;
 }
 
-// What a request looks like: a piece for each replica that it was at, in order. A try with a hand-off that worked has
+// What a request looks like: a piece for each replica that it was at, in order. A try with a KV transfer that worked has
 // two: until the prompt was computed, and from there. `why` says how a piece leads to the next: "transfer" or "retry".
 // `moved`: why a request that waited there was given back.
 // `end` of a piece that goes on is Infinity.

@@ -150,7 +150,7 @@ function labelsOf({ prompt_tokens: prompt, output_tokens: output, cached_tokens:
   return cached > 0 ? [`${short}, ${percent(cached / prompt)} cached`, short] : [short];
 }
 
-// Hand-offs and retries, from where a piece ends to where the next begins; retries stand out.
+// KV transfers and retries, from where a piece ends to where the next begins; retries stand out.
 function paintThreads(paint, view, palette, piecesOf) {
   const { from, scale, places } = view;
   const many = view.pieces.length > 1500; // then straight lines: they cost less

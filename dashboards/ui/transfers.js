@@ -16,9 +16,9 @@ export const TransferTable = once(({ links }) => {
     ["to", (link) => html`<${Id} id=${link.to} />`],
     ["K/V, last 10 s", (link) => html`<span class="rate-bar" style=${{ width: `${(100 * link.bytes_per_s) / highest}%` }}></span>`],
     number("rate", (link) => `${bytes(link.bytes_per_s)}/s`),
-    number("per s", (link) => rate(link.hand_offs_per_s)),
+    number("per s", (link) => rate(link.kv_transfers_per_s)),
     number("failed", (link) => html`<span class=${link.failed_per_s > 0 ? "bad" : ""}>${rate(link.failed_per_s)}</span>`),
   ];
-  const caption = links.length > MOST_ROWS ? `Hand-offs: ${MOST_ROWS} of ${links.length} pairs` : "Hand-offs";
+  const caption = links.length > MOST_ROWS ? `KV transfers: ${MOST_ROWS} of ${links.length} pairs` : "KV transfers";
   return html`<${Table} kind="transfers" columns=${columns} rows=${busiest} keyOf=${(link) => `${link.from} ${link.to}`} caption=${caption} />`;
 });

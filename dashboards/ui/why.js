@@ -1,5 +1,5 @@
 // Why the router sent the chosen request where it went: a sentence, what each replica would have cost as a bar, what was
-// predicted and what came, each try, the hand-off, and where the time went.
+// predicted and what came, each try, the KV transfer, and where the time went.
 
 import { html, useLayoutEffect, useState } from "./vendor/htm/preact_standalone.js";
 import { getJson } from "./connection.js";
@@ -61,7 +61,7 @@ export const Why = once(({ rid, row, details, state }) => {
   <//>`;
 });
 
-// Why a request that waited moved, by `moved` of its try (routing/moves.py).
+// Why a request that waited moved, by `moved` of its try (routing/migration.py).
 const MOVED = {
   join: "a replica had come", freed: "another one was free", silent: "this one was silent", behind: "this one was slower than estimated",
 };
@@ -123,18 +123,18 @@ function Ways({ each }) {
   return html`<h3>Expected cost of both ways</h3>
     <${Bars} label="Ways" terms=${DECODE_REPLICA} rows=${rows} />
     <p class="note">Link between the replicas: ${link}.</p>
-    <${HandOff} each=${each} />
+    <${PdTransfer} each=${each} />
     <details><summary>Candidates for the prompt</summary><${Candidates} each=${{ ...each, replica: pair.prefill ?? pair.decode }} /></details>`;
 }
 
-function HandOff({ each }) {
-  const { hand_off: report, prefill_end: end, held_out: held } = each;
+function PdTransfer({ each }) {
+  const { kv_transfer: report, prefill_end: end, held_out: held } = each;
   const skipped = Object.entries(held ?? {});
   return html`
     ${report && html`<p class=${report.transferred ? "sentence" : "sentence failed"}>
       ${report.transferred
         ? `${plural(report.num_pages, "page")} (${bytes(report.num_bytes)}) were handed over in ${seconds(report.transfer_s)}. Room for them was made after ${seconds(report.grant_s)}, and the last came ${seconds(report.wait_s)} later.`
-        : `The hand-off failed (${report.reason}); the prompt was computed where it decodes.`}
+        : `The KV transfer failed (${report.reason}); the prompt was computed where it decodes.`}
     </p>`}
     ${end && !end.startsWith("handed off") && html`<p class="note">The prefill part ended: ${end}.</p>`}
     ${skipped.length > 0 && html`<p class="note">Not asked after earlier failures: ${skipped.map(([id, why]) => `${nameOf(id)} (${why})`).join(", ")}.</p>`}`;

@@ -28,7 +28,7 @@ import numpy as np
 from msgspec import DecodeError, Meta, Struct
 from msgspec.msgpack import Decoder, Encoder
 
-from kvtransfer.moves.wire import MoveAddress
+from kvtransfer.migration.wire import MigrationAddress
 from kvtransfer.pages import NO_KEYS, PageKeys, Tier
 from replicas.cache.events import AllCleared, CacheEvent, CacheSnapshot, PagesStored, PartsChanged
 from replicas.types import EngineStats, GenerateRequest, TokenDelta
@@ -170,7 +170,7 @@ class KeptRequest(Struct, frozen=True, forbid_unknown_fields=True, tag="kept"):
 class PushCache(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="push"):
     """The order to push cached pages to ``targets``, the most valuable first."""
 
-    targets: tuple[MoveAddress, ...]
+    targets: tuple[MigrationAddress, ...]
     most_s: Seconds
     most_bytes: Count = (1 << 62)
     share: Annotated[float, Meta(gt=0, le=1)] = 0.5  # of the time in which the link may be busy

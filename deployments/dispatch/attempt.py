@@ -1,15 +1,15 @@
 """One try of a request, how often a request is tried, and the prefill replicas that are held out after a failure.
 
 Owns:      the stream and the leases of the try; the number of the try, and which replicas later tries leave out. Until
-           when each prefill replica whose hand-off failed is held out of choice, and why.
-Never:     chooses a replica or starts another try (dispatcher.py). Judges a prefill replica by anything but hand-offs:
+           when each prefill replica whose KV transfer failed is held out of choice, and why.
+Never:     chooses a replica or starts another try (dispatcher.py). Judges a prefill replica by KV transfers alone:
            those that die or hang are the fleet's (fleet.py). The fault may lie between a replica and a single peer, and
            then neither of them is unhealthy.
 Invariant: however a try ends, nothing of it is left open but leases about to return, its outcome is noted, and its
            decision is reported done; so is the second one of `ask_back`, unless it is for the next try. At most
            ``max_tries`` tries fail in a row that each brought fewer than GOES_ON tokens of one choice: an answer
            outlives any number of replicas. A request that was in failed steps of two replicas is not tried again,
-           whatever it brought; other requests of those steps are. One hand-off that succeeds ends the hold of its
+           whatever it brought; other requests of those steps are. One KV transfer that succeeds ends the hold of its
            prefill replica; a hold grows only by failures after it.
 Thread:    the router's event loop.
 """
@@ -27,8 +27,8 @@ from deployments.dispatch.prefill_leg import PrefillLeg
 from deployments.dispatch.progress import Part, Progress
 from deployments.record.route_log import Try
 from replicas.errors import DiedInStep, EngineDead, Fault, MantaError, Overloaded, StepFailed
-from replicas.types import GenerateRequest, HandOffReport, TokenDelta
-from routing.moves import Move
+from replicas.types import GenerateRequest, PdTransferReport, TokenDelta
+from routing.migration import Migration
 from routing.router import Router
 from routing.types import Ending, RouteOutcome
 
@@ -45,7 +45,7 @@ class TakenBack(MantaError):
 
     fault = Fault.UNAVAILABLE
 
-    def __init__(self, message: str, move: Move | None) -> None:
+    def __init__(self, message: str, move: Migration | None) -> None:
         super().__init__(message)
         self.move = move  # for which it was asked
 
@@ -139,10 +139,10 @@ class Attempt:
         parts: list[Part],
         progress: Progress,
         tries: Tries,
-        on_report: Callable[[str, HandOffReport], None],
+        on_report: Callable[[str, PdTransferReport], None],
     ) -> None:
         """``parts``: of the request; on a pair, its prefill leg and its decode leg. ``on_report``: called with a
-        prefill replica and how the hand-off from it went.
+        prefill replica and how the KV transfer from it went.
         """
         self._router = router
         self._holder = holder
@@ -158,7 +158,7 @@ class Attempt:
         self._saw: Callable[[TokenDelta], object] = lambda delta: None
         self._stream: Stream | None = None  # while it runs
         self._kept = False  # the replica has admitted the request, or so it says
-        self.move: Move | None = None  # where the request goes if its replica gives it back; it was asked
+        self.move: Migration | None = None  # where the request goes if its replica gives it back; it was asked
 
     async def run(self, saw: Callable[[TokenDelta], object]) -> AsyncGenerator[TokenDelta, None]:
         """Yield the deltas, as the client's own, but those that go straight. Raises: the error that the try failed
@@ -196,20 +196,20 @@ class Attempt:
                 self._keep()
             if prefill is not None:
                 prefill.stop()
-                if self._noted.hand_off is None or not self._noted.hand_off.transferred:
+                if self._noted.kv_transfer is None or not self._noted.kv_transfer.transferred:
                     prefill.lease.cancel()  # also where the decode leg ended well: its pages have no receiver
                 leases.append(prefill.lease)
             for lease in leases:
                 if ending not in (Ending.OK, Ending.MOVED):
                     lease.cancel()
                 self._holder.let_end(lease)
-            report = self._noted.hand_off
+            report = self._noted.kv_transfer
             self._noted.outcome = RouteOutcome(
                 ending=ending,
                 cached_tokens=self._noted.cached_tokens or 0,
                 ttft_s=self._noted.ttft_s,
                 engine_s=self._noted.times.before_first_s,
-                hand_off_failed=report is not None and not report.transferred,
+                kv_transfer_failed=report is not None and not report.transferred,
             )
             self._router.done(self._decision, self._noted.outcome)
 
@@ -221,10 +221,10 @@ class Attempt:
     @property
     def may_wait(self) -> bool:
         """Whether its replica may not have admitted the request: it has not said so, and nothing has come of it."""
-        began = self._noted.ttft_s is not None or self._noted.hand_off is not None or self._progress.started
+        began = self._noted.ttft_s is not None or self._noted.kv_transfer is not None or self._progress.started
         return self._stream is not None and not (began or self._kept)
 
-    def ask_back(self, move: Move) -> None:
+    def ask_back(self, move: Migration) -> None:
         """Ask the replica for the request. The try goes on until it is given back: then it ends with `TakenBack`, and
         ``move`` is for the next one. Where it ends otherwise, or goes on, the decision of ``move`` is closed here."""
         self.move = move
@@ -256,7 +256,7 @@ class Attempt:
     def _goes_straight(self, delta: TokenDelta) -> bool:
         """Send ``delta`` by the reader's short way, if it is text alone and that takes it. Returns: whether it did."""
         way, choice = self._progress.straight, self._parts[delta.rid].choice
-        if way is None or delta.finish is not None or delta.hand_off is not None or not delta.token_ids:
+        if way is None or delta.finish is not None or delta.kv_transfer is not None or not delta.token_ids:
             return False
         if not way.takes(delta.index if choice is None else choice):
             return False
@@ -288,10 +288,10 @@ class Attempt:
             self._noted.accepted_tokens += delta.usage.accepted_tokens
         if delta.stages is not None:
             self._noted.times.tell(delta.stages)
-        report = delta.hand_off
+        report = delta.kv_transfer
         if report is None:
             return
-        self._noted.hand_off = report
+        self._noted.kv_transfer = report
         if self._decision.fetch is not None:
             took_s = report.transfer_s if report.transferred else report.wait_s
             self._router.fetched(self._decision, report.num_bytes, took_s, failed=not report.transferred)
@@ -313,18 +313,18 @@ class _Hold:
 
 
 class HoldOut:
-    """The prefill replicas whose last hand-off failed, each held out of choice for a while."""
+    """The prefill replicas whose last KV transfer failed, each held out of choice for a while."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._holds: dict[str, _Hold] = {}  # by prefill replica
 
-    def take(self, prefill_id: str, report: HandOffReport) -> None:
-        """Note how a hand-off from ``prefill_id`` went."""
+    def take(self, prefill_id: str, report: PdTransferReport) -> None:
+        """Note how a KV transfer from ``prefill_id`` went."""
         now_s, before = self._clock(), self._holds.get(prefill_id)
         if report.transferred:
             self._holds.pop(prefill_id, None)
-        elif before is None or before.until_s <= now_s:  # hand-offs that were under way together count as one failure
+        elif before is None or before.until_s <= now_s:  # KV transfers under way together count as one failure
             length_s = HELD_FIRST_S if before is None else min(2 * before.length_s, HELD_MOST_S)
             self._holds[prefill_id] = _Hold(now_s + length_s, length_s, report.reason or "no reason given")
 
@@ -333,7 +333,7 @@ class HoldOut:
         now_s = self._clock()
         self._holds = {each: hold for each, hold in self._holds.items() if now_s < hold.until_s + 2 * HELD_MOST_S}
         return {
-            each: f"a hand-off from it failed ({hold.reason}); not asked for another {hold.until_s - now_s:.1f} s"
+            each: f"a KV transfer from it failed ({hold.reason}); not asked for another {hold.until_s - now_s:.1f} s"
             for each, hold in self._holds.items()
             if now_s < hold.until_s
         }

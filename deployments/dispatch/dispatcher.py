@@ -36,7 +36,7 @@ from kvtransfer.pages import PageKey
 from kvtransfer.types import PeerAddress
 from replicas.errors import Fault, MantaError, Overloaded, StepFailed
 from replicas.types import GenerateRequest, TokenDelta
-from routing.moves import LOOK_S, Waiting, moves
+from routing.migration import LOOK_S, Waiting, moves
 from routing.router import Router
 from routing.types import Decision, Ending, NoReplica, RouteOutcome, RouteQuery
 
@@ -89,7 +89,7 @@ def query_of(
 
 
 def why_one_replica(request: GenerateRequest) -> str:
-    """Say what in ``request`` a hand-off cannot carry; "" if nothing."""
+    """Say what in ``request`` a KV transfer cannot carry; "" if nothing."""
     sampling = request.sampling
     if request.offline:
         return "a batch request stays on one replica"
@@ -266,7 +266,7 @@ class Dispatcher:
                 log.exception("moving requests that wait failed; trying again")
 
     def move_waiting(self) -> None:
-        """Ask replicas for the requests that wait there and would begin sooner elsewhere (routing/moves.py)."""
+        """Ask replicas for the requests that wait there and would begin sooner elsewhere (routing/migration.py)."""
         waiting = {of: attempt for attempt, of in self._running.items() if attempt.may_wait}
         for of, attempt in waiting.items():
             of.is_asked = attempt.move is not None

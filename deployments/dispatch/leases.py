@@ -19,8 +19,8 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 from deployments.channel.channel_server import ChannelAddress, ChannelServer, Stream
 from deployments.channel.frames import EndRequest, PushCache, ReplicaReport, RunRequest
 from deployments.dispatch.progress import Part
-from kvtransfer.moves.mover import MoveStats
-from kvtransfer.moves.wire import MoveAddress
+from kvtransfer.migration.migrator import MigrationStats
+from kvtransfer.migration.wire import MigrationAddress
 from kvtransfer.types import PeerAddress
 from replicas.cache.tree_view import CacheTree
 from replicas.errors import Fault, MantaError
@@ -70,10 +70,10 @@ class ReplicaInfo:
     part_bytes: Mapping[str, int] = field(default_factory=dict)  # of a token, a window, a state (memory/sizing.py)
     part: str = ""  # what a page has beside K and V that all layers see: window, state; "": nothing
     border_pages: int = 0  # pages before a border whose parts a request needs to go on there
-    transfer: PeerAddress | None = None  # where its transfer service listens; None where it takes part in no hand-off
+    transfer: PeerAddress | None = None  # where its transfer service listens; None: it has none
     fetches: bool = False  # it sends cached pages to other replicas, and takes theirs
     metrics: str | None = None  # host:port that serves its metrics; None where they are off
-    moves: MoveAddress | None = None  # where others push cached pages to; None without a host tier
+    moves: MigrationAddress | None = None  # where others push cached pages to; None without a host tier
     weights: str = ""  # of a quantised checkpoint: how it is stored, and how its weights are served
     host_bytes: int = 0  # of the host tier
     filled_in: Mapping[str, dict[str, Any]] = field(default_factory=dict)  # settings that were left open: value, why
@@ -122,7 +122,7 @@ class ReplicaCalls(Protocol):
         """Take no more requests, end those that run, and be replaced by Serve. Cannot be taken back."""
         ...
 
-    async def push_cache(self, order: PushCache) -> MoveStats:
+    async def push_cache(self, order: PushCache) -> MigrationStats:
         """Push cached pages to other replicas as ``order`` says. Returns: what has been pushed since the start."""
         ...
 

@@ -7,7 +7,7 @@ Thread:    the router's event loop.
 
     start ─> waits for its end ─┬─ handed off ──────────────────────────> noted
                                 ├─ refused, its replica gone or crashed ─> noted; unless the decode side has reported
-                                │                                          the hand-off, its leg is failed with
+                                │                                          the KV transfer, its leg is failed with
                                 │                                          `PrefillLost`
                                 └─ ended by the engines themselves ──────> noted; the decode side knows, and goes on;
                                                                            so if its step failed and its engine did not
@@ -24,7 +24,7 @@ from deployments.dispatch.progress import Part
 from deployments.record.route_log import Try
 from kvtransfer.types import PdTicket, PeerAddress
 from replicas.errors import EngineDead, Fault, MantaError, Overloaded
-from replicas.types import Finish, FinishReason, HandOff, PdLeg
+from replicas.types import Finish, FinishReason, PdLeg, PdTransfer
 from routing.types import PageFetch
 
 TRY_ENDED = "not known: the try ended first"
@@ -42,7 +42,9 @@ def legs_of(part: Part, *, generation: int, prefill: PeerAddress) -> list[Part]:
     """Return the prefill leg and the decode leg of ``part``: the same request twice, with one ticket of a new room."""
     ticket = PdTicket(room=secrets.randbits(63), generation=generation, prefill=prefill)
     return [
-        dataclasses.replace(part, request=dataclasses.replace(part.request, hand_off=HandOff(leg=leg, ticket=ticket)))
+        dataclasses.replace(
+            part, request=dataclasses.replace(part.request, kv_transfer=PdTransfer(leg=leg, ticket=ticket))
+        )
         for leg in (PdLeg.PREFILL, PdLeg.DECODE)
     ]
 
@@ -53,8 +55,8 @@ def fetching(part: Part, fetch: PageFetch, *, generation: int, donor: PeerAddres
         room=secrets.randbits(63), generation=generation, prefill=donor, end_len=fetch.end_tokens,
         within_s=fetch.within_s,
     )  # fmt: skip
-    hand_off = HandOff(leg=PdLeg.FETCH, ticket=ticket)
-    return dataclasses.replace(part, request=dataclasses.replace(part.request, hand_off=hand_off))
+    kv_transfer = PdTransfer(leg=PdLeg.FETCH, ticket=ticket)
+    return dataclasses.replace(part, request=dataclasses.replace(part.request, kv_transfer=kv_transfer))
 
 
 class PrefillLeg:
@@ -88,7 +90,7 @@ class PrefillLeg:
         """Close the leg: the request has ended, or is tried again. The caller cancels the lease, or lets it end."""
         self._watch.cancel()
         if self._noted.prefill_end is None:
-            report = self._noted.hand_off
+            report = self._noted.kv_transfer
             self._noted.prefill_end = TRANSFERRED if report is not None and report.transferred else TRY_ENDED
         self._channel.close(self._stream)
 
@@ -102,7 +104,7 @@ class PrefillLeg:
         except MantaError as raised:
             error = raised
             self._end(f"{type(raised).__name__}: {raised}")
-        told = self._noted.hand_off is not None or not self._decode.is_empty  # the decode side knows how it went
+        told = self._noted.kv_transfer is not None or not self._decode.is_empty  # the decode side knows how it went
         if error is not None and not told:
             why = f"replica {self._replica_id}, which was to compute the prompt: {type(error).__name__}: {error}"
             self._decode.fail(PrefillLost(why))

@@ -30,7 +30,7 @@ class Part:
     @property
     def is_prefill(self) -> bool:
         """Whether it is the prefill leg of a pair, which yields no token."""
-        return self.request.hand_off is not None and self.request.hand_off.leg is PdLeg.PREFILL
+        return self.request.kv_transfer is not None and self.request.kv_transfer.leg is PdLeg.PREFILL
 
 
 class StraightWay(Protocol):

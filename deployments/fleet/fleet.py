@@ -32,7 +32,7 @@ from typing import Any, TypeVar
 from deployments.channel.channel_server import ChannelAddress
 from deployments.channel.frames import Asked, ReplicaReport
 from deployments.dispatch.leases import Leases, ReplicaCalls, ReplicaHangs, ReplicaInfo
-from deployments.fleet.cache_moves import CacheMoves
+from deployments.fleet.cache_migration import CacheMigration
 from deployments.fleet.cache_sync import CacheSync
 from deployments.fleet.seen import GoneReplica, SeenReplica
 from deployments.fleet.silence import HangKiller, LastWord, LastWords, said_nothing
@@ -204,7 +204,7 @@ class Fleet:
         hang_timeout_s: float = 4.0,
         clock: Callable[[], float] = time.monotonic,
         role_of: Callable[[str], Role] = lambda replica_id: Role.UNIFIED,
-        moves: CacheMoves | None = None,
+        moves: CacheMigration | None = None,
         killer: HangKiller | None = None,
     ) -> None:
         """``role_of``: returns the role of a member that has not attached yet. ``moves``: of cached pages, when
@@ -227,7 +227,7 @@ class Fleet:
         self._watch: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()
         self.sync = CacheSync(router, leases)
-        self._moves = moves or CacheMoves(leases, fill_s=0.0, push_s=0.0, drain_s=0.0)
+        self._moves = moves or CacheMigration(leases, fill_s=0.0, push_s=0.0, drain_s=0.0)
 
     def start(
         self,

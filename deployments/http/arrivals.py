@@ -13,7 +13,7 @@
          one such part for each prompt, joined by commas; overlap_actual once a token has come, both in prompt tokens;
          uncached=CAUSE where it reused less than it could have (routing/why.py);
          where some must be loaded: tiers_predicted=device+host+store and load_s, and tiers_actual likewise;
-         with mode: disaggregated also prefill=ID or local; pair=why; hand_off=ok or error
+         with mode: disaggregated also prefill=ID or local; pair=why; kv_transfer=ok or error
          x-manta-resume: CREATED.DIGITS.SEED of a stream that can be resumed: what its bytes depend on beside the body
          x-manta-alive: 1               of such a stream: it sends something each so many seconds
          x-manta-dropped: what of the body was left out: the attribution of Claude Code, tools that only OpenAI runs
@@ -300,7 +300,7 @@ def header_part(record: RouteRecord) -> str:
         "policy": decision.policy,
         "reason": decision.reason.value,
         "tries": record.num_tries,
-        "moves": record.num_moves or None,
+        "moves": record.num_migrations or None,
         "uncached": None if last.miss is None else last.miss.told,
         **_pair_fields(last),
     }
@@ -324,12 +324,12 @@ def _tier_fields(last: Try) -> dict[str, str | None]:
 
 
 def _pair_fields(last: Try) -> dict[str, str | None]:
-    """List, for disaggregated mode: the prefill replica, the reason, and the outcome of the hand-off."""
+    """List, for disaggregated mode: the prefill replica, the reason, and the outcome of the KV transfer."""
     pair = last.decision.pair
     if pair is None:
         return {}
-    came = None if last.hand_off is None else "ok" if last.hand_off.transferred else "error"
-    return {"prefill": pair.prefill_id or "local", "pair": pair.reason.value, "hand_off": came}
+    came = None if last.kv_transfer is None else "ok" if last.kv_transfer.transferred else "error"
+    return {"prefill": pair.prefill_id or "local", "pair": pair.reason.value, "kv_transfer": came}
 
 
 def _endpoint(scope: Scope) -> str | None:

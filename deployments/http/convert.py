@@ -59,7 +59,7 @@ _NOT_DONE: dict[str, Any] = dict.fromkeys((
     # other parts of the answer
     "return_hidden_states", "return_routed_experts", "return_entropy", "return_bytes", "return_tokens_as_token_ids",
     "decoder_input_details", "top_n_tokens", "details", "return_full_text",
-    # hand-offs between servers that a router other than ours arranges
+    # KV transfers between servers that a router other than ours arranges
     "kv_transfer_params", "bootstrap_host", "bootstrap_port", "bootstrap_room",
 )) | {"typical_p": 1.0}  # fmt: skip
 # fields that ask for a form of the output (constraints.py)

@@ -113,7 +113,7 @@ def _stages(record: RouteRecord) -> Iterator[StageSpan]:
         ("manta.kv_transfer", stages.transfer_s, _transfer(last)),
         ("manta.decode", stages.decode_s, _decode(record, last)),
     ):
-        if name != "manta.kv_transfer" or duration_s > 0 or last.hand_off is not None:
+        if name != "manta.kv_transfer" or duration_s > 0 or last.kv_transfer is not None:
             yield StageSpan(
                 name=name,
                 start_ns=_ns(start_s),
@@ -133,7 +133,7 @@ def _route(record: RouteRecord, last: Try) -> Attributes:
         "manta.route.predicted_tokens": decision.overlap_tokens,
         "manta.route.best_tokens": decision.best_overlap[1],
         "manta.route.tries": record.num_tries,
-        "manta.route.moves": record.num_moves,
+        "manta.route.moves": record.num_migrations,
     }
 
 
@@ -148,10 +148,10 @@ def _transfer(last: Try) -> Attributes:
     ends: dict[str, Attribute] = {"manta.target": last.decision.replica_id}
     if last.decision.prefill_id is not None:
         ends["manta.source"] = last.decision.prefill_id
-    if last.hand_off is not None:
-        ends["manta.transferred"] = last.hand_off.transferred
-        ends["manta.pages"] = last.hand_off.num_pages
-        ends["manta.bytes"] = last.hand_off.num_bytes
+    if last.kv_transfer is not None:
+        ends["manta.transferred"] = last.kv_transfer.transferred
+        ends["manta.pages"] = last.kv_transfer.num_pages
+        ends["manta.bytes"] = last.kv_transfer.num_bytes
     return ends
 
 
@@ -161,7 +161,7 @@ def _decode(record: RouteRecord, last: Try) -> Attributes:
 
 def _prefills(last: Try) -> str:
     """Find the replica that computed the prompt."""
-    handed_over = last.hand_off is not None and last.hand_off.transferred
+    handed_over = last.kv_transfer is not None and last.kv_transfer.transferred
     computes = last.decision.prefill_id if handed_over else None
     return computes if computes is not None else last.decision.replica_id
 

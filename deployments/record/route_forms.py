@@ -11,7 +11,7 @@ from typing import Any
 
 from deployments.record.rids import owner_of
 from deployments.record.route_log import RouteRecord, Try
-from replicas.types import HandOffReport, finite
+from replicas.types import PdTransferReport, finite
 from routing.explain import candidate_terms, explain, fetch_clause, sentence
 from routing.types import Candidate, Decision, PageFetch
 
@@ -27,7 +27,7 @@ def record_body(record: RouteRecord, *, router_id: str) -> dict[str, Any]:
         "outcome": record.outcome,
         **times_body(record),
         "num_retries": record.num_tries - 1,
-        "num_moves": record.num_moves,
+        "num_migrations": record.num_migrations,
         "tries": [_try_body(each, record.name) for each in record.tries],
         "explanation": "\n".join(_explained(each) for each in record.tries),
     }
@@ -55,7 +55,7 @@ def _try_body(each: Try, name: str) -> dict[str, Any]:
         "failure": each.failure,
         "moved": each.moved,
         "miss": miss_body(each),
-        **hand_off_body(each),
+        **kv_transfer_body(each),
     }
 
 
@@ -111,7 +111,7 @@ def pair_body(decision: Decision) -> dict[str, Any]:
             "why": pair.why or None,
             "best_prefill": pair.best_prefill_id,
             "prefill_s": finite(pair.prefill_s),
-            "hand_off_cost_s": finite(pair.hand_off_cost_s),
+            "kv_transfer_cost_s": finite(pair.kv_transfer_cost_s),
             "local_cost_s": finite(pair.chosen.local_cost_s),
             "link_bytes_per_s": finite(pair.link_bytes_per_s),
             "link_measured": pair.link_measured,
@@ -123,19 +123,19 @@ def pair_body(decision: Decision) -> dict[str, Any]:
     }
 
 
-def hand_off_body(each: Try) -> dict[str, Any]:
-    """Show the outcome of a try's fetch; or its hand-off's, and the prefill replicas held out after earlier tries."""
-    report = None if each.hand_off is None else dataclasses.asdict(each.hand_off)
+def kv_transfer_body(each: Try) -> dict[str, Any]:
+    """Show the outcome of a try's fetch; or its KV transfer's, and prefill replicas held out after earlier tries."""
+    report = None if each.kv_transfer is None else dataclasses.asdict(each.kv_transfer)
     if (fetch := each.decision.fetch) is not None:
         expected = {name: finite(value) if isinstance(value, float) else value for name, value in
                     dataclasses.asdict(fetch).items()}  # fmt: skip
-        return {"fetch": {**expected, "report": report, "sentence": fetch_sentence(fetch, each.hand_off)}}
+        return {"fetch": {**expected, "report": report, "sentence": fetch_sentence(fetch, each.kv_transfer)}}
     if each.decision.pair is None:
         return {}
-    return {"hand_off": report, "prefill_end": each.prefill_end, "held_out": dict(each.held_out)}
+    return {"kv_transfer": report, "prefill_end": each.prefill_end, "held_out": dict(each.held_out)}
 
 
-def fetch_sentence(fetch: PageFetch, report: HandOffReport | None) -> str:
+def fetch_sentence(fetch: PageFetch, report: PdTransferReport | None) -> str:
     """Say how the fetch of a try went, and what it was weighed against."""
     if report is None:
         return f"{fetch_clause(fetch)}."

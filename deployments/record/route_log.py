@@ -27,8 +27,8 @@ from deployments.record.timeline import Arrival, LegTimes, Timeline
 from deployments.tenancy.quotas import OverQuota
 from deployments.tenancy.tenants import OTHERS
 from replicas.errors import Fault, Overloaded
-from replicas.types import Finish, FinishReason, GenerateRequest, HandOffReport, Tally, TokenDelta
-from routing.moves import Cause
+from replicas.types import Finish, FinishReason, GenerateRequest, PdTransferReport, Tally, TokenDelta
+from routing.migration import Cause
 from routing.types import Decision, RouteOutcome
 from routing.why import Asked, Miss, PromptHistory
 
@@ -53,7 +53,7 @@ class Try:
     outcome: RouteOutcome | None = None  # None while it runs
     failure: str | None = None  # why the request went elsewhere, or was refused
     moved: str | None = None  # it waited, and was given back for another replica: why that one begins it sooner
-    hand_off: HandOffReport | None = None  # how the K/V came, as the decode replica saw it
+    kv_transfer: PdTransferReport | None = None  # how the K/V came, as the decode replica saw it
     held_out: Mapping[str, str] = field(default_factory=dict)  # prefill replica left out -> why (attempt.py)
     prefill_end: str | None = None  # how the prefill leg ended; None while it runs, or without one
     times: LegTimes = field(default_factory=LegTimes)  # as the engines reported them
@@ -80,10 +80,10 @@ class RouteRecord:
     @property
     def num_tries(self) -> int:
         """The tries but those from which a request that waited has moved."""
-        return len(self.tries) - self.num_moves
+        return len(self.tries) - self.num_migrations
 
     @property
-    def num_moves(self) -> int:
+    def num_migrations(self) -> int:
         return sum(each.moved is not None for each in self.tries)
 
     @property
@@ -222,7 +222,7 @@ def judged(
 
 def predicted_tokens(noted: Try) -> int:
     """Return the tokens predicted to be cached where the prompt was computed in the end (as routing/fleet_state.py)."""
-    failed = noted.hand_off is not None and not noted.hand_off.transferred
+    failed = noted.kv_transfer is not None and not noted.kv_transfer.transferred
     if failed and noted.decision.pair is not None:
         return noted.decision.pair.chosen.cached_tokens
     return noted.decision.overlap_tokens
@@ -382,7 +382,7 @@ class Following:
 
     def moved(self, cause: Cause) -> None:
         """Note that the replica gave the request back while it waited; another try follows. ``cause``: of
-        routing/moves.py."""
+        routing/migration.py."""
         assert self._try is not None
         self._try.moved = cause
         tell(self._watch.moved, cause)
@@ -505,7 +505,7 @@ def told_of(
         "finish": ",".join(timeline.finish_reasons) or None,
         "outcome": outcome,
         "tries": 0 if record is None else record.num_tries,
-        "moves": (record and record.num_moves) or None,
+        "moves": (record and record.num_migrations) or None,
         "stream": request.recall[:16] or None,  # that can go on at another router: all that has run of it has this
         "restored": num_restored,
     }

@@ -13,7 +13,7 @@ tokenising the prompt. All after the first token is decode, a retry in the middl
 prefill and transfer that the replica reports (StageTimes); queue is the rest: waiting there, and the way to and fro.
 For a prompt that was handed over, the prefill leg reports queue and prefill, and the rest is transfer: the part of the
 pages' way that is left when the prompt is computed. Its queue begins with waiting for row and pages on the decode side:
-the prefill side does not queue it before (grant_s in the hand-off's report). If the prefill leg has not reported yet
+the prefill side does not queue it before (grant_s in the KV transfer's report). If the prefill leg has not reported yet
 (after an answer of a token or two), the decode side's times count: transfer is from the first page to the last, and
 prefill is the wait before it, with the queue there.
 """

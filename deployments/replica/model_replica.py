@@ -30,14 +30,14 @@ from deployments.channel.kv_events import KV_EVENTS_VARIABLE, KvEvents
 from deployments.dispatch.leases import ReplicaInfo
 from deployments.fleet.node_tasks import DeathWatch
 from deployments.places import local_path
-from deployments.replica.cache_moves import ReplicaMoves
+from deployments.replica.cache_migration import ReplicaMigrations
 from deployments.replica.served_engine import ServedEngine
 from deployments.settings.roles import config_of
 from deployments.settings.schema import AppConfig, parse
 from deployments.watch.metrics.replica_metrics import replica_emitter
 from deployments.watch.metrics.server import MetricsServer, ServedMetrics
 from deployments.watch.process import offer_stacks, without_collections
-from kvtransfer.moves.wire import MoveAddress
+from kvtransfer.migration.wire import MigrationAddress
 from kvtransfer.types import TransferSettings
 from replicas.engine.loop import EngineLoop
 from routing.types import Role
@@ -75,7 +75,7 @@ class ModelReplica(ServedEngine):
             loop.start()
             undo.callback(loop.stop)
             home = engine.executor.page_home
-            moves = None if home is None else ReplicaMoves(loop, home, host=host)
+            moves = None if home is None else ReplicaMigrations(loop, home, host=host)
             self._metrics = _metrics(config, loop, port, role=Role(role), replica_id=replica_id, node_id=node_id)
             super().__init__(
                 loop,
@@ -125,7 +125,7 @@ class ModelReplica(ServedEngine):
         """Return this replica's load. Serve calls it where the application scales itself."""
         return replica_stats(self.loop.stats())
 
-    def _info(self, moves: MoveAddress | None) -> ReplicaInfo:
+    def _info(self, moves: MigrationAddress | None) -> ReplicaInfo:
         return replace(super()._info(moves), actor=ray.get_runtime_context().get_actor_name() or "")
 
     async def __del__(self) -> None:

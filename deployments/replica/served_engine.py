@@ -42,9 +42,9 @@ from deployments.channel.frames import (
 from deployments.channel.kv_events import KvEvents, SteadyPublisher
 from deployments.dispatch.leases import ReplicaGone, ReplicaInfo
 from deployments.record.rids import about, choice_of, client_rid, owner_of
-from deployments.replica.cache_moves import ReplicaMoves
-from kvtransfer.moves.mover import MoveStats
-from kvtransfer.moves.wire import MoveAddress
+from deployments.replica.cache_migration import ReplicaMigrations
+from kvtransfer.migration.migrator import MigrationStats
+from kvtransfer.migration.wire import MigrationAddress
 from replicas.cache.tree_view import CacheTree
 from replicas.config import CacheConfig
 from replicas.engine.engine import Engine
@@ -126,7 +126,7 @@ class ServedEngine:
         report_period_s: float = REPORT_PERIOD_S,
         role: Role = Role.UNIFIED,
         metrics_address: str | None = None,
-        moves: ReplicaMoves | None = None,
+        moves: ReplicaMigrations | None = None,
         kv_events: KvEvents | None = None,
     ) -> None:
         """``moves``: of the cached pages, to and from other replicas; it is stopped with the engine, as is
@@ -288,9 +288,9 @@ class ServedEngine:
         self._flush_again_s = time.monotonic() + FLUSH_POLL_S
         return await self.loop.run_on_engine(lambda engine: engine.flush_cache())
 
-    async def push_cache(self, order: PushCache) -> MoveStats:
+    async def push_cache(self, order: PushCache) -> MigrationStats:
         """Push cached pages to other replicas. Returns: what has been pushed since the start."""
-        return MoveStats() if self._moves is None else await asyncio.shield(self._moves.order(order))
+        return MigrationStats() if self._moves is None else await asyncio.shield(self._moves.order(order))
 
     async def abort(self, name: str | None, owner: str | None) -> int:
         """Abort the open requests that clients call ``name`` (None: all). Returns: how many there were.
@@ -372,7 +372,7 @@ class ServedEngine:
     def _start(self, client: ChannelClient, request: GenerateRequest) -> None:
         event_loop, run = asyncio.get_running_loop(), self._runs.setdefault(request.rid, _Run())
         run.client = client
-        if request.recall and (request.hand_off is None or request.hand_off.leg is PdLeg.DECODE):
+        if request.recall and (request.kv_transfer is None or request.kv_transfer.leg is PdLeg.DECODE):
             run.recall = request.recall
             if request.resumed_ids:
                 run.made[choice_of(request.rid) or 0] = array("i", request.resumed_ids)
@@ -448,7 +448,7 @@ class ServedEngine:
             draining=self._draining,
         )
 
-    def _info(self, moves: MoveAddress | None) -> ReplicaInfo:
+    def _info(self, moves: MigrationAddress | None) -> ReplicaInfo:
         engine, config = self.loop.engine, self.loop.engine.config
         parts = engine.kv.store.parts
         capacity = self.loop.stats().pool.total_tokens

@@ -59,7 +59,7 @@ CONSTANTS: Mapping[str, str] = {
     "transfer.heartbeat_s": _PEERS,
     "transfer.heartbeat_misses": _PEERS,
     "transfer.transport": "UCX chooses, and UCX_TLS=tcp in the environment limits it to TCP",
-    "transfer.pages_per_write": "hand-offs were measured with writes of this size",
+    "transfer.pages_per_write": "KV transfers were measured with writes of this size",
     "autoscaling.pool_high": _LOAD,
     "autoscaling.running_high": _LOAD,
     "autoscaling.slack": _LOAD,
@@ -80,7 +80,10 @@ CONSTANTS: Mapping[str, str] = {
     "observability.metrics": "the live view, autoscaling and alerts read them",
 }
 
-RENAMED: Mapping[str, str] = {"scheduler.drafts": "scheduler.speculation"}
+RENAMED: Mapping[str, str] = {
+    "scheduler.drafts": "scheduler.speculation",
+    "transfer.hand_off": "transfer.disaggregation",
+}
 
 
 def renamed(setting: str) -> str | None:

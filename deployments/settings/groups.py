@@ -1,8 +1,8 @@
-"""The groups of settings about replicas, adapters and hand-offs, and the spellings of their values that are accepted.
+"""The groups of settings about replicas, adapters and KV transfers, and the spellings of values that are accepted.
 
 Owns:      the base class of all groups, which is frozen and refuses unknown names; the values of vLLM, SGLang and YAML
            that are translated to ours before the checks, so that the code sees the spelling of replicas/config.py only.
-Never:     repeats a default of the engine (replicas/config.py) or of hand-offs (kvtransfer/types.py). Shows the
+Never:     repeats a default of the engine (replicas/config.py) or of KV transfers (kvtransfer/types.py). Shows the
            transfer token or the store's key: `without_secrets` leaves them out.
 """
 
@@ -267,12 +267,12 @@ def _yaml_off(value: Any) -> Any:
 
 
 class TransferGroup(Settings):
-    """The group ``transfer``: hand-offs between prefill and decode replicas, and fetches between others."""
+    """The group ``transfer``: KV transfers between prefill and decode replicas, and fetches between others."""
 
     # with mode: unified: whether a replica gets cached pages from another one where that is quicker than computing them
     fetch: Literal["auto", "off"] = "off"
     # which prompts are handed over: those for which it costs less, or always all that can be
-    hand_off: Literal["conditional", "always"] = "conditional"
+    disaggregation: Literal["conditional", "always"] = "conditional"
     # pages whose digest the receiver checks; by default all between CPUs, last (of each write) where a role has GPUs
     verify: Annotated[Verify | None, BeforeValidator(_yaml_off)] = None
     transport: Literal["auto", "tcp"] = "auto"  # auto: shared memory on one host, else what UCX finds; tcp: TCP only
@@ -287,7 +287,7 @@ class TransferGroup(Settings):
     # how long a replica waits for the answer to a call
     call_timeout_s: float = Field(default=_DEFAULT["call_timeout_s"], gt=0)
     heartbeat_s: float = Field(default=_DEFAULT["heartbeat_s"], gt=0)  # time between two heartbeats of a replica
-    # the hand-offs of a replica fail after this many missed heartbeats
+    # the KV transfers of a replica fail after this many missed heartbeats
     heartbeat_misses: int = Field(default=_DEFAULT["heartbeat_misses"], ge=1)
     # with TP: a replica is replaced if the transfer port of one of its ranks is silent for this long
     rank_timeout_s: float = Field(default=_DEFAULT["rank_timeout_s"], gt=0)

@@ -74,7 +74,7 @@ class Welcome(_Message, frozen=True, kw_only=True):
 
 class PeerHello(_Message, frozen=True, kw_only=True):
     """An engine, and all that is needed to write into its pools. ``probe``: only asks which engine listens there;
-    ``moves``: for pages of host tiers (kvtransfer/moves), which needs no ranks."""
+    ``moves``: for pages of host tiers (kvtransfer/migration), which needs no ranks."""
 
     address: PeerAddress
     purpose: Purpose

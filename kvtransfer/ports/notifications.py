@@ -11,7 +11,7 @@ On a rank after the first, `expect` and the notes come over different connection
 a message to the peer, but this rank may have read its orders just before and read its notes just after. A note of a
 room that was never expected here is therefore kept until it is; one of a room that is over is late, and dropped.
 
-With Verify.LAST the last page of each write is compared, hence also the hand-off's; the digest of a page that should
+With Verify.LAST the last page of each write is compared, hence also the KV transfer's; the digest of a page that should
 be compared and has none counts as wrong: the two sides are configured differently.
 
     offset  0  magic "MKV", version u8                      little endian

@@ -1,4 +1,4 @@
-"""What a hand-off and the steps after it looked like, as one JSON line each, to be joined by rid (SPEC J01-J04).
+"""What a KV transfer and the steps after it looked like, as one JSON line each, to be joined by rid (SPEC J01-J04).
 
 Owns:      the fields of these events, and the logger "kvtransfer.replay.observe" that gets them.
 Never:     reads a pool: the caller does, and only where `enabled` says so.

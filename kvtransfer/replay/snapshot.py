@@ -48,7 +48,7 @@ class ReplaySnapshot:
     prompt_ids: Ids  # [P]
     output_ids: Ids  # [O] made so far
     tokenizer: str  # digests of the meaning of ids, and of the template in which chats are rendered (SPEC L02); K/V
-    chat_template: str  # depends on ids alone, so that caches and hand-offs do not compare these
+    chat_template: str  # depends on ids alone, so that caches and KV transfers do not compare these
     device: str  # the kind that it ran on: cpu or cuda
     cached: Mapping[str, int]  # prompt tokens that were reused, by tier (`CachedTokens.by_tier`)
     sampling: Mapping[str, Any]  # every field of the engine's SamplingParams, by name; JSON values

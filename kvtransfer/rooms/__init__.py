@@ -1,1 +1,1 @@
-"""Hand-offs of KV pages between two replicas: one room each."""
+"""KV transfers of KV pages between two replicas: one room each."""

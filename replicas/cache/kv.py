@@ -60,7 +60,7 @@ class KvCache:
         carried_len: int = 0,
     ) -> None:
         """``cache``: whether and in which order pages are kept; ``host``: pages that leave the pool move there.
-        ``carried_len``: slots, behind its tokens', of the pages that carry a request's recurrent states in a hand-off.
+        ``carried_len``: slots, behind its tokens', of the pages that carry a request's states in a KV transfer.
         """
         cache = cache or CacheConfig()
         self.page_size = size.page_size

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from kvtransfer.layout import KvLayout
-from kvtransfer.moves.wire import Bytes, Digests, Path, hit_rate
+from kvtransfer.migration.wire import Bytes, Digests, Path, hit_rate
 from replicas.cache.node import TreeNode
 from replicas.cache.tiers import HiRadixCache
 
@@ -26,7 +26,7 @@ class HostView(Protocol):
 
 
 class TieredPageHome:
-    """`kvtransfer.moves.mover.PageHome` over a `HiRadixCache` and its host memory."""
+    """`kvtransfer.migration.migrator.PageHome` over a `HiRadixCache` and its host memory."""
 
     def __init__(
         self,

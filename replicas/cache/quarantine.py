@@ -1,4 +1,4 @@
-"""Quarantine: pages that have left their request while a peer of a failed hand-off may still read or write them.
+"""Quarantine: pages that have left their request while a peer of a failed KV transfer may still read or write them.
 
 Owns:      the receipts, and through them the pages and the locked paths.
 Never:     decides when the pages are safe: replicas/disagg does, which knows the peer; no clock does.

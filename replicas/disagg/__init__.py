@@ -1,1 +1,1 @@
-"""Prefill on one replica, decode on another: the two roles that an engine plays in a hand-off of KV pages."""
+"""Prefill on one replica, decode on another: the two roles that an engine plays in a KV transfer."""

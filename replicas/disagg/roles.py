@@ -1,4 +1,4 @@
-"""The roles of an engine in hand-offs, their terms, and the rooms that each keeps. The prefill role computes the K/V of
+"""The roles of an engine in KV transfers, their terms, and the rooms each keeps. The prefill role computes the K/V of
 a prompt, sends it chunk by chunk, and frees it when it has arrived. The decode role takes over a prompt that another
 replica computes, or computes it after all.
 
@@ -39,7 +39,7 @@ them is written there. `Received`: they go to the cache, and it waits like any o
 or refused: it computes all. `Donor`: SendReady ── pages locked, sent ── SendDone or SendDrained ──> unlocked
 
 The other choices of an n > 1 request are parked until the prompt of choice 0 is here (or will not come); they find it
-in the radix cache. Prompt logprobs and requests without output need a forward over the prompt here: no hand-off then.
+in the radix cache. Prompt logprobs and requests without output need a forward over the prompt here, without a transfer.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -74,9 +74,9 @@ from replicas.types import (
     SECONDS,
     Finish,
     FinishReason,
-    HandOff,
-    HandOffReport,
     PdLeg,
+    PdTransfer,
+    PdTransferReport,
     Tally,
     TallyCounts,
     TokenLogprob,
@@ -88,8 +88,8 @@ NO_ROOM = "the pool has no room for the prompt and pages that carry its recurren
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HandOffTerms:
-    """How this engine takes part in hand-offs."""
+class PdTransferTerms:
+    """How this engine takes part in KV transfers."""
 
     fingerprint: str  # of its KV layout; goes with what it sends
     open_timeout_s: float = 180.0  # as a sender: for the receiver to open the room; as a receiver: for row and pages
@@ -109,14 +109,14 @@ class StateCarrier(Protocol):
         ...
 
 
-class HandOffTallies:
-    """How the times of one engine's hand-offs and writes spread, in seconds. The engine thread writes."""
+class PdTransferTallies:
+    """How the times of one engine's KV transfers and writes spread, in seconds. The engine thread writes."""
 
     def __init__(self) -> None:
         self._of = {name: Tally(SECONDS) for name in ("grant_s", "wait_s", "post_s", "wire_s")}
 
-    def hand_off(self, report: HandOffReport, *, granted: bool) -> None:
-        """Count the decode side of a hand-off that arrived or failed. One that failed before it was ``granted`` row and
+    def kv_transfer(self, report: PdTransferReport, *, granted: bool) -> None:
+        """Count the decode side of a transfer that arrived or failed. One that failed before it was ``granted`` row and
         pages counts in ``grant_s``, with the time it waited, and not in ``wait_s``."""
         self._of["grant_s"].add(report.grant_s)
         if granted:
@@ -134,17 +134,17 @@ class HandOffTallies:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HandOffParts:
-    """The parts of one engine that its roles in hand-offs work with."""
+class PdTransferParts:
+    """The parts of one engine that its roles in KV transfers work with."""
 
     service: TransferService
     scheduler: Scheduler
     kv: KvCache
-    terms: HandOffTerms
+    terms: PdTransferTerms
     vocab_size: int
     clock: Callable[[], float]
     observer: Observer
-    tallies: HandOffTallies
+    tallies: PdTransferTallies
     states: StateCarrier | None = None  # of a model that keeps them
 
 
@@ -169,7 +169,7 @@ class Rooms:
         if room in self._reqs:
             raise InvalidRequest(
                 f"room {room} belongs to request {self._reqs[room].rid} here: take a new room for every try",
-                param="hand_off",
+                param="kv_transfer",
             )
 
     def open(self, req: Req) -> None:
@@ -196,14 +196,14 @@ class Rooms:
 
 
 def leg_of(req: Req) -> Leg:
-    assert req.leg is not None, f"request {req.rid} takes part in no hand-off"
+    assert req.leg is not None, f"request {req.rid} takes part in no KV transfer"
     return req.leg
 
 
 class PrefillRole:
-    """The prefill legs of one engine; called by `HandOffs`."""
+    """The prefill legs of one engine; called by `PdTransfers`."""
 
-    def __init__(self, parts: HandOffParts) -> None:
+    def __init__(self, parts: PdTransferParts) -> None:
         self._service = parts.service
         self._observer = parts.observer
         self._scheduler = parts.scheduler
@@ -212,9 +212,9 @@ class PrefillRole:
         self._states = parts.states
         self.rooms = Rooms(parts.kv)
 
-    def submit(self, req: Req, hand_off: HandOff) -> None:
+    def submit(self, req: Req, kv_transfer: PdTransfer) -> None:
         """Park ``req`` until its receiver has opened the room."""
-        ticket = hand_off.ticket
+        ticket = kv_transfer.ticket
         req.leg = Leg(role=PdLeg.PREFILL, ticket=ticket)
         self.rooms.open(req)
         self._scheduler.park(req)
@@ -316,7 +316,7 @@ class PrefillRole:
     def _fail(self, req: Req, reason: str) -> NewToken | None:
         if req.state is ReqState.FINISHED:
             return None
-        message = f"the hand-off failed: {reason}"
+        message = f"the KV transfer failed: {reason}"
         self._scheduler.finish(req, Finish(reason=FinishReason.ERROR, message=message, fault=Fault.UNAVAILABLE))
         return NewToken(req, None, None)
 
@@ -328,7 +328,7 @@ def _fetches(req: Req) -> bool:
 class Donor:
     """Lends cached pages to the replicas that fetch them, from the order to the room's last event."""
 
-    def __init__(self, parts: HandOffParts) -> None:
+    def __init__(self, parts: PdTransferParts) -> None:
         self._service = parts.service
         self._kv = parts.kv
         self._fingerprint = parts.terms.fingerprint
@@ -375,9 +375,9 @@ def _why(req: Req) -> str:
 
 
 class DecodeRole:
-    """The decode legs of one engine; called by `HandOffs`."""
+    """The decode legs of one engine; called by `PdTransfers`."""
 
-    def __init__(self, parts: HandOffParts) -> None:
+    def __init__(self, parts: PdTransferParts) -> None:
         self._service = parts.service
         self._observer = parts.observer
         self._tallies = parts.tallies
@@ -390,12 +390,12 @@ class DecodeRole:
         self.rooms = Rooms(parts.kv)
         self._siblings: dict[str, list[Req]] = {}  # parked, by rid
 
-    def submit(self, reqs: Sequence[Req], hand_off: HandOff) -> None:
+    def submit(self, reqs: Sequence[Req], kv_transfer: PdTransfer) -> None:
         """Queue the legs of one request, for a grant where possible; ``reqs``: all of its choices."""
         first, *siblings = reqs
-        first.leg = Leg(role=hand_off.leg, ticket=hand_off.ticket)
-        if (reason := self._no_hand_off(first)) is not None:
-            first.leg.report = HandOffReport(transferred=False, reason=reason)
+        first.leg = Leg(role=kv_transfer.leg, ticket=kv_transfer.ticket)
+        if (reason := self._no_kv_transfer(first)) is not None:
+            first.leg.report = PdTransferReport(transferred=False, reason=reason)
             for req in reqs:
                 self._scheduler.submit(req)
             return
@@ -406,7 +406,7 @@ class DecodeRole:
         if siblings:
             self._siblings[first.rid] = siblings
 
-    def _no_hand_off(self, req: Req) -> str | None:
+    def _no_kv_transfer(self, req: Req) -> str | None:
         """Return why the prompt of ``req`` is computed here, whatever its peer does; None if it may come."""
         if _fetches(req):
             end_len, parted = leg_of(req).ticket.end_len, self._states is not None or self._kv.store.parts is not None
@@ -586,9 +586,9 @@ class DecodeRole:
         num_pages: int = 0,
         num_bytes: int = 0,
         transfer_s: float = 0.0,
-    ) -> HandOffReport:
+    ) -> PdTransferReport:
         now_s, granted_s = self._clock(), leg_of(req).granted_s
-        report = HandOffReport(
+        report = PdTransferReport(
             transferred=reason is None,
             reason=reason,
             num_pages=num_pages,
@@ -597,13 +597,13 @@ class DecodeRole:
             wait_s=0.0 if granted_s is None else now_s - granted_s,
             transfer_s=transfer_s,
         )
-        self._tallies.hand_off(report, granted=granted_s is not None)
+        self._tallies.kv_transfer(report, granted=granted_s is not None)
         return report
 
 
 def ask_grant(scheduler: Scheduler, req: Req) -> None:
     """Let ``scheduler`` accept a decode leg. It gets row and pages when they fit, and is then among
-    `HandOffQueue.take_granted`."""
+    `PdTransferQueue.take_granted`."""
     scheduler.accept(req)
     scheduler.queues.prealloc.add(req)
     scheduler.look_again()

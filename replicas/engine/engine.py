@@ -1,4 +1,4 @@
-"""The engine: requests in, token deltas out, one step at a time. Scheduler, runner and hand-off roles meet only here.
+"""The engine: requests in, token deltas out, one step at a time. Scheduler, runner and PD roles meet only here.
 
 Owns:      the order of a step, the clock of the replica, and the limits on what it can serve. The open choices
            (sequence and text) are in open_requests.py.
@@ -14,7 +14,7 @@ With overlap, decode step n + 1 is planned and launched before the result of ste
 between two calls of `step`; a request that ends meanwhile keeps its row in that step, and its token there is dropped
 (stepping.py, scheduler/decode.py).
 
-A leg of a hand-off goes to `HandOffs` (disagg/). Every step first takes the transfer service's events; `poll` takes
+A leg of a transfer goes to `PdTransfers` (disagg/). Every step first takes the transfer service's events; `poll` takes
 them while nothing runs.
 """
 
@@ -33,8 +33,8 @@ from replicas.cache.kv import KvCache
 from replicas.cache.page_home import TieredPageHome
 from replicas.cache.tree_view import CacheTree
 from replicas.config import AttentionChoice, EngineConfig, ModelConfig
-from replicas.disagg.hand_offs import HandOffs, require_possible
-from replicas.disagg.roles import HandOffParts, HandOffTallies, HandOffTerms, StateCarrier
+from replicas.disagg.kv_transfers import PdTransfers, require_possible
+from replicas.disagg.roles import PdTransferParts, PdTransferTallies, PdTransferTerms, StateCarrier
 from replicas.engine.adapters import HeldAdapters
 from replicas.engine.compiling import Grammars
 from replicas.engine.failed_steps import Launch
@@ -83,7 +83,7 @@ class Intake:
     """The limits on what one engine can ever serve; what it can serve just now is the queue's."""
 
     def __init__(self, model: ModelConfig, *, pool_tokens: int, has_transfer: bool) -> None:
-        """``has_transfer``: the engine takes part in hand-offs."""
+        """``has_transfer``: the engine takes part in KV transfers."""
         self._model = model
         self._pool_tokens = pool_tokens
         self._has_transfer = has_transfer
@@ -92,8 +92,8 @@ class Intake:
     def check(self, request: GenerateRequest) -> None:
         """Raise InvalidRequest, or PromptTooLong with the lengths and what is allowed."""
         request.validate(vocab_size=self._model.vocab_size)
-        if request.hand_off is not None:
-            require_possible(request, request.hand_off, has_transfer=self._has_transfer)
+        if request.kv_transfer is not None:
+            require_possible(request, request.kv_transfer, has_transfer=self._has_transfer)
         pooling = request.sampling.pooling
         if pooling is not None and pooling.method is not None and self._model.implementation == "transformers":
             raise InvalidRequest("pooling: hidden states are not read from a model that Transformers' classes run")
@@ -135,10 +135,10 @@ class Engine:
         executor: Executor,
         tokenizer: Tokenizer,
         clock: Callable[[], float] = time.monotonic,
-        transfer: tuple[TransferService, HandOffTerms] | None = None,
+        transfer: tuple[TransferService, PdTransferTerms] | None = None,
         started: StartReport | None = None,
     ) -> None:
-        """``transfer``: of a replica that takes part in hand-offs; `close` closes the service."""
+        """``transfer``: of a replica that takes part in KV transfers; `close` closes the service."""
         self.config = config
         self.tokenizer = tokenizer
         self.kv = kv
@@ -165,15 +165,15 @@ class Engine:
         self._open = OpenRequests()
         self._observer = Observer(kv, executor.kv_bytes)
         self._service: TransferService | None = None
-        self._hand_offs: HandOffs | None = None
+        self._kv_transfers: PdTransfers | None = None
         if transfer is not None:
             self._service, terms = transfer
-            parts = HandOffParts(
+            parts = PdTransferParts(
                 service=self._service, scheduler=self.scheduler, kv=kv, terms=terms, clock=clock,
-                vocab_size=config.model.vocab_size, observer=self._observer, tallies=HandOffTallies(),
+                vocab_size=config.model.vocab_size, observer=self._observer, tallies=PdTransferTallies(),
                 states=executor.states,
             )  # fmt: skip
-            self._hand_offs = HandOffs(parts)
+            self._kv_transfers = PdTransfers(parts)
 
     @property
     def has_work(self) -> bool:
@@ -202,7 +202,7 @@ class Engine:
 
     @property
     def thread_error(self) -> EngineDead | None:
-        """Why every hand-off, or every look into the store, will fail here, or None; any thread may ask."""
+        """Why every KV transfer, or every look into the store, will fail here, or None; any thread may ask."""
         error = None if self._service is None else self._service.error
         if error is not None:
             return EngineDead(f"the transfer thread has failed: {error!r}")
@@ -258,7 +258,7 @@ class Engine:
 
         Args:    arrived_s: on this engine's clock; None: now.
         Returns: deltas of choices that are already complete (a resumed request may be).
-        Raises:  Overloaded when the waiting queue is full; InvalidRequest for a hand-off's room that is open.
+        Raises:  Overloaded when the waiting queue is full; InvalidRequest for a KV transfer's room that is open.
         """
         assert request.rid not in self._open, f"request {request.rid} is open"
         if self.occupation.released:
@@ -266,8 +266,8 @@ class Engine:
         limit, would_wait = self.config.scheduler.max_queued_requests, self.scheduler.would_wait(request.num_choices)
         if would_wait > limit:
             raise Overloaded(f"{would_wait} requests would wait, at most {limit} may: try again later")
-        if request.hand_off is not None and self._hand_offs is not None:
-            self._hand_offs.require_new_room(request)
+        if request.kv_transfer is not None and self._kv_transfers is not None:
+            self._kv_transfers.require_new_room(request)
         choices = self._make_choices(self._intake.clip(request), arrived_s)
         if place is not None and request.adapter is not None and self.executor.adapters is not None:
             queues = self.scheduler.queues
@@ -297,8 +297,8 @@ class Engine:
             None if matcher is None else _or_end(each.req, functools.partial(self.grammars.guide, each.req, matcher))
             for each in choices  # before they wait: a queue is told once whose masks are long
         ]
-        if request.hand_off is not None and self._hand_offs is not None:
-            self._hand_offs.submit(request, [choice.req for choice in choices])
+        if request.kv_transfer is not None and self._kv_transfers is not None:
+            self._kv_transfers.submit(request, [choice.req for choice in choices])
         else:
             for choice in choices:
                 (place or self.scheduler.submit)(choice.req)
@@ -345,10 +345,10 @@ class Engine:
         if self.executor.adapters is not None and self.executor.adapters.poll():
             self.scheduler.look_again()
         started = self._start_compiled() if self.grammars.waiting else []
-        return [*started, *self._poll_hand_offs()]
+        return [*started, *self._poll_kv_transfers()]
 
-    def _poll_hand_offs(self) -> list[TokenDelta]:
-        made = self._hand_offs.poll() if self._hand_offs is not None else []
+    def _poll_kv_transfers(self) -> list[TokenDelta]:
+        made = self._kv_transfers.poll() if self._kv_transfers is not None else []
         return [delta for token in made for delta in self._push(token)]
 
     def _start_compiled(self) -> list[TokenDelta]:
@@ -373,8 +373,8 @@ class Engine:
         try:
             if error is not None:
                 raise error
-            if left and request.hand_off is not None and self._hand_offs is not None:
-                self._hand_offs.require_new_room(request)
+            if left and request.kv_transfer is not None and self._kv_transfers is not None:
+                self._kv_transfers.require_new_room(request)
         except MantaError as why:
             return [], [self._end(choice, failed(why)) for choice in left]
         for choice in left:
@@ -480,23 +480,23 @@ class Engine:
         stats = replace(stats, failed_steps=self.steps.failed.num, groups=self.kv.store.groups())
         if self.executor.adapters is not None:
             stats = replace(stats, adapters=self.executor.adapters.stats())
-        if self._hand_offs is None:
+        if self._kv_transfers is None:
             return stats
-        return replace(stats, num_handing_off=self._hand_offs.num_handing_off, transfer=self._hand_offs.stats())
+        return replace(stats, num_handing_off=self._kv_transfers.num_handing_off, transfer=self._kv_transfers.stats())
 
     def tallies(self) -> EngineTallies:
         """Return the distributions since the start; any thread. Those of writes are as of the last `stats`."""
-        hand_offs = HandOffTallies() if self._hand_offs is None else self._hand_offs.tallies
+        kv_transfers = PdTransferTallies() if self._kv_transfers is None else self._kv_transfers.tallies
         idle_s = self.kv.store.evicted_idle_s()
-        return EngineTallies(evicted_idle_s=idle_s, **self.steps.tallies.read(), **hand_offs.read())
+        return EngineTallies(evicted_idle_s=idle_s, **self.steps.tallies.read(), **kv_transfers.read())
 
     def close(self) -> None:
         """Close the connections to peers and to the other ranks; the engine must not be used afterwards."""
         self.grammars.close()
         if self.executor.adapters is not None:
             self.executor.adapters.close()
-        if self._hand_offs is not None:
-            self._hand_offs.close()
+        if self._kv_transfers is not None:
+            self._kv_transfers.close()
         if self.kv.store_tier is not None:
             self.kv.store_tier.close()
         self.executor.close()
@@ -508,8 +508,8 @@ class Engine:
         deltas = [self._open.take_delta(self._open.by_req[req]) for req in self.scheduler.last.ended]
         for req, error in self.executor.adapters.end_look() if self.executor.adapters is not None else []:
             deltas.append(self._end(self._open.by_req[req], failed(error)))
-        if self._hand_offs is not None:
-            self._hand_offs.before_step()
+        if self._kv_transfers is not None:
+            self._kv_transfers.before_step()
         if plan is not None:
             self.steps.begin(plan)
         return deltas
@@ -517,8 +517,8 @@ class Engine:
     def _apply(self, *, ahead: bool) -> list[TokenDelta]:
         """Take in the step under way; ``ahead``: the next one may be launched before that."""
         step, tokens = self.steps.end(ahead=ahead, again=self.config.parallel.tp == 1)
-        if self._hand_offs is not None:
-            tokens = self._hand_offs.after_step(tokens)
+        if self._kv_transfers is not None:
+            tokens = self._kv_transfers.after_step(tokens)
         deltas = [delta for token in tokens for delta in self._push(token)]
         if observe.enabled():
             self._observer.after_step(step.plan, tokens)
@@ -563,8 +563,8 @@ class Engine:
         ]
 
     def _settle(self) -> None:
-        if self._hand_offs is not None:
-            self._hand_offs.settle()
+        if self._kv_transfers is not None:
+            self._kv_transfers.settle()
 
 
 def _or_end(req: Req, act: Callable[[], Finish | None]) -> Finish | None:

@@ -89,7 +89,7 @@ class EngineLoop:
 
     @property
     def fault(self) -> EngineDead | None:
-        """Why this engine should be replaced: it is dead, or every hand-off will fail."""
+        """Why this engine should be replaced: it is dead, or every KV transfer will fail."""
         return self.error or self.engine.thread_error
 
     @property

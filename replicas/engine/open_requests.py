@@ -128,7 +128,7 @@ class Choice:
             prompt_logprobs=prompt_logprobs,
             usage=req.usage(),
             finish=req.finish,
-            hand_off=report,
+            kv_transfer=report,
             stages=self._stages(begins=bool(token_ids) and req.num_output - req.num_resumed == len(token_ids)),
         )
 

@@ -160,7 +160,7 @@ class Ranks:
     """All ranks of one replica as one device: rank 0 here, the others behind the plan channel."""
 
     def __init__(self, config: EngineConfig, launcher: WorkerLauncher, port: PortSpec | None = None) -> None:
-        """``port``: the ranks take part in hand-offs."""
+        """``port``: the ranks take part in KV transfers."""
         self._port = port
         self._channel: PlanChannel | None = None
         self._port_channel: PlanChannel | None = None
@@ -269,7 +269,7 @@ class Ranks:
 
         Raises: TransferError when the transfer library cannot start; EngineDead when a rank's port does not come.
         """
-        assert self._port is not None, "these ranks take part in no hand-offs"
+        assert self._port is not None, "these ranks take part in no KV transfers"
         settings = self._port.settings
         own = make_port(self.runner.pool, 0, self._port, host=settings.host, make_agent=make_agent)
         if self._port_channel is None:

@@ -1,7 +1,7 @@
 """The steps of one engine on its ranks: launched, awaited, timed; and the engine's snapshot of statistics.
 
 Owns:      the step that is under way, the sums of step times, and the smoothed rates from which waits are estimated.
-Never:     knows text, callers or hand-offs.
+Never:     knows text, callers or KV transfers.
 Invariant: results are awaited in the order of launch; at most one step is under way between two calls.
 Thread:    engine thread only; `end` waits for the device.
 
@@ -153,7 +153,7 @@ class Sources(NamedTuple):
 
 
 def snapshot(scheduler: Scheduler, store: PageStore, steps: StepClock, *, now_s: float) -> EngineStats:
-    """Collect the statistics of scheduler, pages and steps; the caller adds those of failed steps and hand-offs."""
+    """Collect the statistics of scheduler, pages and steps; the caller adds those of failed steps and KV transfers."""
     counters, queues = scheduler.counters, scheduler.queues
     now = Sources(scheduler, queues, counters, store, steps)
     chunked = queues.chunked

@@ -91,6 +91,6 @@ def _warn_of_expandable_segments() -> None:
         if "expandable_segments:true" in os.environ.get(name, "").replace(" ", "").lower():
             log.warning(
                 "%s has expandable_segments:True: CUDA IPC and some RDMA devices cannot reach such memory, so that "
-                "hand-offs of K/V may fail or go over tcp; unset it where a replica takes part in hand-offs",
+                "KV transfers of K/V may fail or go over tcp; unset it where a replica takes part in KV transfers",
                 name,
             )

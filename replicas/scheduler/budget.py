@@ -2,7 +2,7 @@
 
 Owns:      the tokens of one step that are not given yet (`StepBudget`), the table of what lowers a prompt's part of
            them (`PARTS`: another bound is a function and an entry), and the share of output that is reserved. Moves
-           decode legs from the prealloc queue to the hand-off queue, when their row and pages fit.
+           decode legs from the prealloc queue to the KV transfer queue, when their row and pages fit.
 Never:     chooses which request goes first, or talks to the sender of a leg (replicas/disagg).
 Invariant: forced runs take of a step's tokens first, then the prompt in progress, then those that begin. Running
            requests have their token whatever prompts take. Nothing is granted that could not finish. Legs that wait
@@ -14,11 +14,11 @@ The memory rule (SPEC F05): a request is admitted when the tokens it still has t
 ``new_token_ratio`` of the output it may still make, fit what is free or evictable after the same share is reserved for
 each running request. The ratio decays from step to step, and jumps up when a request had to be retracted.
 
-The two legs of a hand-off; the functions of replicas/disagg/roles.py that the arrows name, and the scheduler's:
+The two legs of a KV transfer; the functions of replicas/disagg/roles.py that the arrows name, and the scheduler's:
 
-    ask_grant ─> PreallocQueue ──grant──> HandOffQueue, RECEIVING ─┬─ received ─> running
+    ask_grant ─> PreallocQueue ──grant──> PdTransferQueue, RECEIVING ─┬─ received ─> running
                                                                    └─ compute_here ─> WaitingQueue
-    park ─> HandOffQueue, WAITING ──unpark──> WaitingQueue ... last chunk ─> HandOffQueue, HANDING_OFF ─ finish
+    park ─> PdTransferQueue, WAITING ──unpark──> WaitingQueue ... last chunk ─> PdTransferQueue, HANDING_OFF ─ finish
 """
 
 import math

@@ -64,7 +64,7 @@ class PreallocQueue(ReqQueue):
         return self.short is not None and req.rank.from_s > self.short.rank.from_s
 
 
-class HandOffQueue(ReqQueue):
+class PdTransferQueue(ReqQueue):
     """Requests that wait for another replica, or for their grammar; no step runs them. Also the news for
     replicas/disagg: grants and ends.
 
@@ -152,7 +152,7 @@ class Queues:
     paused: list[Req] = field(default_factory=list)  # they run, but for the next step, which would be too long
     forced: list[Req] = field(default_factory=list)  # they ran until tokens were forced: the next step extends them
     prealloc: PreallocQueue = field(default_factory=PreallocQueue)
-    away: HandOffQueue = field(default_factory=HandOffQueue)
+    away: PdTransferQueue = field(default_factory=PdTransferQueue)
     under_way: UnderWay = field(default_factory=UnderWay)
     adapters: AdapterRoom | None = None  # None: no request has one
 

@@ -23,7 +23,7 @@ from replicas.scheduler.decode import DecodeRows, retract
 from replicas.scheduler.plan import DecodePlan, PrefixGroup, StepPlan
 from replicas.scheduler.precedence import TenantShares
 from replicas.scheduler.prefill import PASSING, ExtendBatch, Refusal
-from replicas.scheduler.queues import HandOffQueue, Queues
+from replicas.scheduler.queues import PdTransferQueue, Queues
 from replicas.scheduler.tokens import LONG_MASK_S, Counters, NewToken, at_fault
 from replicas.scheduler.victims import Need, victims
 from replicas.types import Finish, FinishReason
@@ -92,8 +92,8 @@ class _Tenants(Feature):
 
 
 @dataclass(frozen=True, slots=True)
-class _HandOffs(Feature):
-    away: HandOffQueue
+class _PdTransfers(Feature):
+    away: PdTransferQueue
 
     def ended(self, req: Req) -> None:
         if req.leg is not None:
@@ -204,7 +204,7 @@ def _begun(req: Req, *, first: bool) -> Iterator[tuple[Req, Finish]]:
 FEATURES: dict[str, Callable[[Queues, KvCache], Feature]] = {
     "tenants": lambda queues, kv: _Tenants(queues.waiting.shares),
     "masks": lambda queues, kv: _Masks(queues),
-    "hand_offs": lambda queues, kv: _HandOffs(queues.away),
+    "kv_transfers": lambda queues, kv: _PdTransfers(queues.away),
     "sessions": lambda queues, kv: _Sessions(kv),
     "store": lambda queues, kv: _Store(kv),
 }
@@ -273,7 +273,7 @@ def cannot_start(head: Req, kv: KvCache) -> Finish | None:
         return None
     message = (
         f"{head.num_tokens} tokens need more than the {kv.store.available_tokens()} of {pool.total_tokens} that are "
-        f"available: {detained} pages are in quarantine until the peer of a failed hand-off lets go of them; try "
+        f"available: {detained} pages are in quarantine until the peer of a failed KV transfer lets go of them; try "
         "again elsewhere, or later"
     )
     return Finish(reason=FinishReason.ERROR, message=message, fault=Fault.UNAVAILABLE, retry_as="overloaded")

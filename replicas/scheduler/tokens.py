@@ -1,6 +1,6 @@
 """Applies the result of a step to each request: counts tokens, gives pages to the tree, appends and ends.
 
-Owns:      nothing; moves requests from prefill to the running batch, or to the hand-off queue.
+Owns:      nothing; moves requests from prefill to the running batch, or to the KV transfer queue.
 Never:     chooses what runs, or ends a request: the scheduler does.
 Invariant: a request of the step gets one sampled token, or none, and behind it those of its draft that came true; the
            requests come in the order of the plan's rows.
@@ -43,7 +43,7 @@ class NewToken(NamedTuple):
     """One sampled token of one request, and what came with it; ``req.finish`` is set when they were its last."""
 
     req: Req
-    token_id: int | None  # None: no output was wanted, its logits are broken, or only news of a hand-off is reported
+    token_id: int | None  # None: no output was wanted, its logits are broken, or only news of a KV transfer is reported
     logprob: TokenLogprob | None
     more: tuple[Drawn, ...] = ()  # the tokens after it: drawn as its draft says, then forced by the grammar: no logprob
     num_accepted: int = 0  # of those, drawn as its draft says

@@ -175,7 +175,7 @@ def test_requests_can_be_filtered_by_words_replica_outcome_and_kind(page: Page, 
     page.says("#requests .notice", f"None of the last {len(rows)} requests matches.")
 
 
-def test_hand_offs_are_bars_as_wide_as_their_rates(page: Page, served: FakeObservatory) -> None:
+def test_kv_transfers_are_bars_as_wide_as_their_rates(page: Page, served: FakeObservatory) -> None:
     page.open(f"{served.url}/disaggregated/?snapshot=1")
     state = served.fleets["disaggregated"].state
     assert page.text(".group h3").split() == ["Prefill", "2", "Decode", "2"]

@@ -63,7 +63,7 @@ class Replica:
     node: str
     metrics: str  # host:port
     num_open: int  # requests
-    num_receiving: int  # hand-offs
+    num_receiving: int  # KV transfers
     num_sent: int  # pages, since its start
 
 
@@ -222,7 +222,7 @@ class Cluster:
         return [self._replica(**state) for state in self.states()]
 
     def _replica(self, replica: dict[str, Any], num_open: int, stats: dict[str, Any], **_: Any) -> Replica:
-        transfer = stats["transfer"] or {}  # None where there are no hand-offs
+        transfer = stats["transfer"] or {}  # None where there are no KV transfers
         [node] = [name for name in NODES if self.address(name) == replica["metrics"].rpartition(":")[0]]
         return Replica(
             replica_id=replica["replica_id"],
@@ -243,7 +243,7 @@ class Cluster:
         return int(self.get("/get_server_info", timeout_s=30).json()["num_retries"])
 
     def num_held(self, replica: Replica) -> float:
-        """Count the tokens in quarantine there, and the hand-offs that drain."""
+        """Count the tokens in quarantine there, and the KV transfers that drain."""
         told = Scraped(self.client.call(httpx.get, f"http://{replica.metrics}/metrics", timeout=30).text)
         draining = told.total("transfers_in_flight", direction="draining")
         return told.total("kv_pool_tokens", state="quarantined") + draining

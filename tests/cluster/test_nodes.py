@@ -26,7 +26,8 @@ AGAIN_S = 60.0
 @pytest.fixture(scope="module")
 def apart(cluster: Cluster) -> Cluster:
     """One prefill and two decode replicas, each on a node of its own; every prompt is handed over."""
-    cluster.deploy(mode="disaggregated", prefill={"count": 1}, decode={"count": 2}, transfer={"hand_off": "always"})
+    always = {"disaggregation": "always"}
+    cluster.deploy(mode="disaggregated", prefill={"count": 1}, decode={"count": 2}, transfer=always)
     cluster.until(lambda: {each.role for each in cluster.replicas()} == {"prefill", "decode"}, BACK_S)
     return cluster
 
@@ -74,7 +75,7 @@ def test_streams_of_a_node_that_vanishes_end_elsewhere_with_the_same_bytes_while
 
 
 @pytest.mark.parametrize("role", ["prefill", pytest.param("decode", marks=pytest.mark.cluster)])
-def test_a_node_that_vanishes_in_a_hand_off_costs_no_answer_and_no_page(whole: Cluster, role: str) -> None:
+def test_a_node_that_vanishes_in_a_kv_transfer_costs_no_answer_and_no_page(whole: Cluster, role: str) -> None:
     expected = whole.answer(LONG, NUM_TOKENS, cache_salt=f"before {role}")
     num_sent = sum(each.num_sent for each in whole.replicas())
     answer, done = whole.begin(LONG, NUM_TOKENS, cache_salt=role)

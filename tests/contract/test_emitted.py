@@ -27,7 +27,7 @@ from tests.harness import fake_engine
 from tests.pair import Pair
 from tests.scraped import Scraped
 from tests.unit.deployments.in_process import PAGE_SIZE, House
-from tests.unit.deployments.pair_in_process import Desks, HandOffReplica
+from tests.unit.deployments.pair_in_process import Desks, PdTransferReplica
 from tests.unit.deployments.sample_values import ask
 
 START_TIMES = {"load_weights": 1.0, "warm_up": 2.0, "total": 3.5}
@@ -210,7 +210,7 @@ async def test_several_routers_show_no_counters_behind_one_address() -> None:
     assert set(Scraped(several.shown).families) == {"manta_build_info"}
 
 
-async def test_apart_hand_offs_are_told_too() -> None:
+async def test_apart_kv_transfers_are_told_too() -> None:
     pair = Pair()
     pair.ask("a", range(1, 13))
     pair.run()
@@ -218,13 +218,13 @@ async def test_apart_hand_offs_are_told_too() -> None:
         seen = Scraped(emitted(side.engine, None, role=role).registry)
         check_told(seen, wanted(Process.REPLICA, apart=True))
         assert identity(seen) == ("m", role.value, "r0")
-    house, desks = House(always_hand_off=True), Desks()
+    house, desks = House(always_kv_transfer=True), Desks()
     config = parse({"model": {"path": MODEL}, "mode": "disaggregated"})
     metrics = RouterMetrics(config, router_id="router", fleet=house.fleet)
     house.dispatcher.watch = metrics.watch
     await house.start()
     for replica_id, role in (("p0", Role.PREFILL), ("d0", Role.DECODE)):
-        house.add(HandOffReplica(replica_id, role, desks))
+        house.add(PdTransferReplica(replica_id, role, desks))
     async with asyncio.timeout(30):
         while len(house.router.views) < 2:
             await asyncio.sleep(0.005)

@@ -41,7 +41,7 @@ FLOORS: dict[str, set[str]] = {
     },
     "replicas.cache.page_home": {
         "replicas.cache", "replicas.request", "replicas.memory", "replicas.types", "kvtransfer.pages",
-        "kvtransfer.layout", "kvtransfer.moves",
+        "kvtransfer.layout", "kvtransfer.migration",
     },
     # a leaf: runner and attention know plans, not the scheduler
     "replicas.scheduler.plan": {"replicas.types"},

@@ -273,9 +273,9 @@ def ways() -> Mapping[str, list[str]]:
 
 
 @pytest.mark.model
-@pytest.mark.parametrize(("name", "most"), [("chat", 70), ("hand_off", 21)])
+@pytest.mark.parametrize(("name", "most"), [("chat", 70), ("kv_transfer", 21)])
 def test_a_request_runs_through_few_files(ways: Mapping[str, list[str]], name: str, most: int) -> None:
-    """``hand_off``: what it adds to a chat's. Functions that were called are counted, by a profiler (tests/way.py)."""
+    """``kv_transfer``: what it adds to a chat's. Functions called are counted, by a profiler (tests/way.py)."""
     assert len(ways[name]) <= most, f"{len(ways[name])} files lie on the way: {sorted(ways[name])}"
 
 

@@ -1,5 +1,5 @@
 """K and V in 8-bit floats with one scale for all of K and one for V, as FlashInfer takes them: pool, attention, engine,
-and what a hand-off says of it."""
+and what a KV transfer says of it."""
 
 from dataclasses import replace
 from pathlib import Path

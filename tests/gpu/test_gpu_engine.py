@@ -31,8 +31,8 @@ from replicas.types import (
     Constraint,
     FinishReason,
     GenerateRequest,
-    HandOff,
     PdLeg,
+    PdTransfer,
     PoolingParams,
     SamplingParams,
     TokenDelta,
@@ -491,9 +491,9 @@ def test_two_processes_on_one_gpu_hand_over_what_one_engine_answers(tmp_path: Pa
     for i, prompt in enumerate(PROMPTS):
         ticket = PdTicket(room=i + 1, generation=0, prefill=ends[0].address)
         for end, leg in zip(ends, (PdLeg.PREFILL, PdLeg.DECODE), strict=True):
-            end.submit(replace(ask(str(i), prompt), hand_off=HandOff(leg=leg, ticket=ticket)))
+            end.submit(replace(ask(str(i), prompt), kv_transfer=PdTransfer(leg=leg, ticket=ticket)))
         told = ends[1].finish(str(i))
-        report = told[0].hand_off
+        report = told[0].kv_transfer
         assert report is not None
         assert report.transferred, report.reason
         engine.submit(ask(str(i), prompt))

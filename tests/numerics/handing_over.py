@@ -1,4 +1,4 @@
-"""What tests of hand-offs compare: small engines, the legs of a request, and what one replica says to what two say."""
+"""What tests of KV transfers compare: small engines, the legs of a request, what one replica says and what two say."""
 
 import itertools
 import shutil
@@ -13,7 +13,7 @@ from kvtransfer.types import PdTicket, PeerAddress, TransferSettings
 from replicas.config import AdapterLimits, CacheConfig, DType, Implementation, KvDType, SchedulerConfig
 from replicas.engine.engine import Engine
 from replicas.launch import EngineSettings, load_engine
-from replicas.types import GenerateRequest, HandOff, PdLeg, SamplingParams, TokenDelta
+from replicas.types import GenerateRequest, PdLeg, PdTransfer, SamplingParams, TokenDelta
 from tests.embedded import MODEL
 from tests.engine_process import TOKEN
 from tests.local_agents import LocalAgent, LocalFabric
@@ -91,8 +91,8 @@ def alone(engine: Engine, request: GenerateRequest) -> list[TokenDelta]:
 def legs(request: GenerateRequest, peer: PeerAddress) -> tuple[GenerateRequest, GenerateRequest]:
     ticket = PdTicket(room=next(rooms), generation=0, prefill=peer)
     return (
-        replace(request, hand_off=HandOff(leg=PdLeg.PREFILL, ticket=ticket)),
-        replace(request, hand_off=HandOff(leg=PdLeg.DECODE, ticket=ticket)),
+        replace(request, kv_transfer=PdTransfer(leg=PdLeg.PREFILL, ticket=ticket)),
+        replace(request, kv_transfer=PdTransfer(leg=PdLeg.DECODE, ticket=ticket)),
     )
 
 
@@ -122,7 +122,7 @@ def held_tokens(prompt: np.ndarray, cached: str, page: int) -> tuple[int, int]:
 def check_held(told: list[TokenDelta], prompt: np.ndarray, cached: str, page: int, *, on_host: bool = False) -> None:
     """What was sent is what the decode side lacked, and the client is told what the prefill side had, and where."""
     prefill, decode = held_tokens(prompt, cached, page)
-    report = told[0].hand_off
+    report = told[0].kv_transfer
     assert report is not None
     assert report.num_pages == -(-len(prompt) // page) - decode // page
     for delta in told:
@@ -132,7 +132,7 @@ def check_held(told: list[TokenDelta], prompt: np.ndarray, cached: str, page: in
 
 def same(two: list[TokenDelta], one: list[TokenDelta]) -> None:
     """Delta by delta: what the client sees; how much was cached where is `check_held`'s."""
-    report = two[0].hand_off
+    report = two[0].kv_transfer
     assert report is not None
     assert report.transferred, report.reason
     for mine, theirs in zip(two, one, strict=True):

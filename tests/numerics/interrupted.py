@@ -1,4 +1,4 @@
-"""A hand-off between two processes over NIXL, brought to a state in which something happens to one of them, and what
+"""A KV transfer between two processes over NIXL, brought to a state in which something happens to one of them, and what
 must hold afterwards.
 """
 
@@ -19,8 +19,8 @@ from replicas.types import (
     Finish,
     FinishReason,
     GenerateRequest,
-    HandOff,
     PdLeg,
+    PdTransfer,
     SamplingParams,
     TokenDelta,
 )
@@ -97,7 +97,7 @@ def decode_leg(
 ) -> GenerateRequest:
     ticket = PdTicket(room=room, generation=0, prefill=prefill.address)
     request = GenerateRequest(rid=rid, token_ids=prompt, sampling=sampling, cache_salt=rid)
-    return replace(request, hand_off=HandOff(leg=PdLeg.DECODE, ticket=ticket))
+    return replace(request, kv_transfer=PdTransfer(leg=PdLeg.DECODE, ticket=ticket))
 
 
 def slow_copies() -> Callable[[], object]:
@@ -110,17 +110,17 @@ def fetch_of(donor: EngineProcess, computed: GenerateRequest, room: int) -> Gene
     """``computed``, with the whole pages of its prompt from ``donor``."""
     end_len = len(computed.token_ids) // 16 * 16
     ticket = PdTicket(room=room, generation=0, prefill=donor.address, end_len=end_len, within_s=WAIT_S)
-    return replace(computed, rid=f"{computed.rid} fetched", hand_off=HandOff(leg=PdLeg.FETCH, ticket=ticket))
+    return replace(computed, rid=f"{computed.rid} fetched", kv_transfer=PdTransfer(leg=PdLeg.FETCH, ticket=ticket))
 
 
 def prefill_leg(of: GenerateRequest) -> GenerateRequest:
-    assert of.hand_off is not None
-    return replace(of, hand_off=replace(of.hand_off, leg=PdLeg.PREFILL))
+    assert of.kv_transfer is not None
+    return replace(of, kv_transfer=replace(of.kv_transfer, leg=PdLeg.PREFILL))
 
 
 def answer(end: EngineProcess, of: GenerateRequest) -> list[int]:
     """What one replica says."""
-    end.submit(replace(of, rid="alone", cache_salt="alone", hand_off=None))
+    end.submit(replace(of, rid="alone", cache_salt="alone", kv_transfer=None))
     return ids(end.finish("alone"))
 
 
@@ -135,7 +135,7 @@ def ended(deltas: list[TokenDelta]) -> Finish:
 
 
 def transferred(deltas: list[TokenDelta]) -> bool:
-    (report,) = [delta.hand_off for delta in deltas if delta.hand_off is not None]
+    (report,) = [delta.kv_transfer for delta in deltas if delta.kv_transfer is not None]
     return report.transferred
 
 
@@ -159,17 +159,17 @@ def meet(prefill: EngineProcess, decode: EngineProcess, rid: str) -> bool:
 
 
 class Case:
-    """One hand-off, brought to a state."""
+    """One KV transfer, brought to a state."""
 
     def __init__(self, prefill: EngineProcess, decode: EngineProcess, rid: str, state: str) -> None:
         self.prefill = prefill
         self.decode = decode
         self.state = state
         tries = count()
-        until(lambda: self._reach(f"{rid} {next(tries)}"), f"a hand-off while both live: {state}")
+        until(lambda: self._reach(f"{rid} {next(tries)}"), f"a KV transfer while both live: {state}")
 
     def _reach(self, rid: str) -> bool:
-        """Begin a hand-off, and wait until it is in the state.
+        """Begin a KV transfer, and wait until it is in the state.
 
         Returns: whether it came there. It does not if one side was held up for so long that the other missed it;
         nothing of it is left then.

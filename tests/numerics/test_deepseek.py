@@ -21,7 +21,7 @@ from tests.embedded import MODEL
 from tests.numerics import tiny
 from tests.numerics.handing_over import GREEDY, tiny_prompt
 from tests.numerics.paged import assert_close_in_range, open_model
-from tests.numerics.test_hand_off import check_pair, trio
+from tests.numerics.test_pd_transfer import check_pair, trio
 
 NUM_NEW = 24
 PROMPT = np.random.default_rng(3).integers(0, tiny.VOCAB, 90).astype(np.int32)

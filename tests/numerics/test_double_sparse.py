@@ -216,10 +216,10 @@ def test_what_labels_cannot_go_with_is_refused_by_name(
         resolve(model, HARDWARE, cache=cache, attention=attention)  # type: ignore[arg-type]
 
 
-def test_a_hand_off_is_refused(folder: Path) -> None:
+def test_a_kv_transfer_is_refused(folder: Path) -> None:
     model = load_model_config(str(folder), device="cpu")
     config = resolve(model, HARDWARE, cache=CacheConfig(label_channels="x"), attention="double_sparse")
-    with pytest.raises(InvalidConfig, match="double_sparse' with hand-offs: pages arrive without labels"):
+    with pytest.raises(InvalidConfig, match="double_sparse' with KV transfers: pages arrive without labels"):
         port_spec(config, None)  # type: ignore[arg-type]
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from kvtransfer.types import PdTicket
 from replicas.engine.engine import Engine
-from replicas.types import GenerateRequest, HandOff, HandOffReport, PdLeg, SamplingParams, TokenDelta
+from replicas.types import GenerateRequest, PdLeg, PdTransfer, PdTransferReport, SamplingParams, TokenDelta
 from tests.embedded import MODEL
 from tests.local_agents import LocalFabric
 from tests.numerics.handing_over import GREEDY, SEEDED, WAIT_TURNS, alone, make_engine, run
@@ -57,15 +57,15 @@ def fetching(request: GenerateRequest, donor: Engine, *, end_len: int = 144, wit
     ticket = PdTicket(
         room=next(rooms), generation=0, prefill=donor.transfer_address, end_len=end_len, within_s=within_s
     )
-    return replace(request, hand_off=HandOff(leg=PdLeg.FETCH, ticket=ticket))
+    return replace(request, kv_transfer=PdTransfer(leg=PdLeg.FETCH, ticket=ticket))
 
 
 def ids_of(deltas: list[TokenDelta]) -> list[int]:
     return [token for delta in deltas for token in delta.token_ids]
 
 
-def report_of(deltas: list[TokenDelta]) -> HandOffReport:
-    return next(delta.hand_off for delta in deltas if delta.hand_off is not None)
+def report_of(deltas: list[TokenDelta]) -> PdTransferReport:
+    return next(delta.kv_transfer for delta in deltas if delta.kv_transfer is not None)
 
 
 def settle(engines: tuple[Engine, Engine]) -> None:

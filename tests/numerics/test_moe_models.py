@@ -50,7 +50,7 @@ def ask(engine: Engine, prompt: np.ndarray, rid: str) -> tuple[list[int], int]:
 
 @pytest.mark.model
 @pytest.mark.parametrize("kind", ALL_KINDS)
-def test_a_miss_a_hit_chunks_and_a_hand_off_say_what_transformers_says(kind: str, tmp_path: Path) -> None:
+def test_a_miss_a_hit_chunks_and_a_kv_transfer_say_what_transformers_says(kind: str, tmp_path: Path) -> None:
     """A prompt of 37 tokens in chunks of 8; the engine that asks again holds nine pages of four of it."""
     model, prompt = saved(kind, tmp_path), tiny_prompt(37, 3)
     wanted = tiny.reference(model, prompt.tolist(), GREEDY.max_new_tokens)[1]  # type: ignore[arg-type]
@@ -64,8 +64,8 @@ def test_a_miss_a_hit_chunks_and_a_hand_off_say_what_transformers_says(kind: str
     prefill.submit(one)
     decode.submit(two)
     told = run([prefill, decode])[1]
-    assert told[0].hand_off is not None
-    assert told[0].hand_off.transferred, told[0].hand_off.reason
+    assert told[0].kv_transfer is not None
+    assert told[0].kv_transfer.transferred, told[0].kv_transfer.reason
     assert [token for delta in told for token in delta.token_ids] == wanted
     for engine in (prefill, decode, whole):
         engine.close()

@@ -150,7 +150,7 @@ def test_dynamic_scaling_beyond_the_original_context_is_that_of_a_text_as_long_a
 
 @pytest.mark.parametrize("implementation", ["manta", "transformers"])
 def test_pages_of_other_frequencies_are_not_the_same_pages(implementation: Implementation, tmp_path: Path) -> None:
-    """A hand-off, a store or a move between engines whose contexts make other angles is refused by its layout."""
+    """A KV transfer, a store or a move between engines whose contexts make other angles is refused by its layout."""
     hardware = Hardware(device="cpu", num_cpus=1, available_memory_bytes=1 << 30)
 
     def page_of(name: str, context_len: int) -> str:

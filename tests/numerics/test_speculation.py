@@ -2,7 +2,7 @@
 
 {off, on} x {greedy, seeded, penalties, stop strings and ids within a run, max_tokens within one, logprobs, n = 2} x
 {fp32, bf16 weights, int8 weights, int8 K/V, both, a window, latent attention, experts, PyTorch's attention} x
-{page 1, 16} x {alone, together}, hand-off, failover; retraction is in test_same_answer.py. What is drafted is what the
+{page 1, 16} x {alone, together}, transfer, failover; retraction is in test_same_answer.py. What is drafted is what the
 answer without drafts was, every sixth token wrong, so that runs of each length end in each way; that this is tried
 whatever it costs is the tests' own.
 """

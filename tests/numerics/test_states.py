@@ -608,7 +608,7 @@ def test_what_goes_by_pages_alone_is_off_or_refused_with_a_state(models: Callabl
         resolve(load_model_config(str(models(SCAN)[0])), hardware, cache=CacheConfig(host_memory_bytes=1 << 20))
     two = resolve(model, hardware, parallel=ParallelConfig(tp=2))
     assert sizing.part_bytes(two, apart=False) == {"token": token, "state": each}
-    with pytest.raises(InvalidConfig, match=r"hand-offs of Qwen3Next.* with parallel\.tp = 2: recurrent states"):
+    with pytest.raises(InvalidConfig, match=r"KV transfers of Qwen3Next.* with parallel\.tp = 2: recurrent states"):
         port_spec(two, TransferSettings(host="", token=b""))
     apart = {"model": {"path": str(models(DELTA_RULE)[0])}, "mode": "disaggregated", "parallel": {"tp": 2}}
     assert examined(apart, available_bytes=1 << 34)[1] == [RANKED_STATES]

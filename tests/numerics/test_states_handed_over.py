@@ -1,6 +1,6 @@
 """Models that keep a recurrent state, prefill and decode apart: Transformers' ids, as from one replica (SPEC H16).
 
-Here by memcpy within one process; test_hand_off_nixl.py compares processes. The states go with the last pages, in pages
+Here by memcpy within one process; test_pd_transfer_nixl.py compares processes. States go with the last pages, in pages
 of their own, and are verified as those are.
 """
 
@@ -19,7 +19,7 @@ from replicas.engine.engine import Engine
 from replicas.errors import InvalidConfig
 from replicas.launch import EngineSettings, load_engine
 from replicas.memory.state_pool import StatePool
-from replicas.types import GenerateRequest, HandOffReport, TokenDelta
+from replicas.types import GenerateRequest, PdTransferReport, TokenDelta
 from tests.engine_process import TOKEN
 from tests.local_agents import LocalAgent, LocalFabric
 from tests.numerics.handing_over import legs, run
@@ -108,8 +108,8 @@ def pairs(models: Callable[[str], Saved]) -> Iterator[Callable[..., Pair]]:
         each.close()
 
 
-def report_of(told: Sequence[TokenDelta], rid: str) -> HandOffReport:
-    (report,) = [each.hand_off for each in told if each.rid == rid and each.hand_off is not None]
+def report_of(told: Sequence[TokenDelta], rid: str) -> PdTransferReport:
+    (report,) = [each.kv_transfer for each in told if each.rid == rid and each.kv_transfer is not None]
     return report
 
 
@@ -265,7 +265,7 @@ def test_a_prompt_is_computed_where_its_states_cannot_be_copied(
 
 
 def test_a_model_that_keeps_states_alone_is_not_handed_over(pairs: Callable[..., Pair]) -> None:
-    with pytest.raises(InvalidConfig, match="hand-offs of MambaForCausalLM: it keeps recurrent states alone"):
+    with pytest.raises(InvalidConfig, match="KV transfers of MambaForCausalLM: it keeps recurrent states alone"):
         pairs(SCAN)
 
 

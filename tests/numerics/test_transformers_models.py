@@ -138,7 +138,7 @@ def test_linears_of_one_input_that_differ_in_bias_are_not_one_product(tmp_path: 
     assert served.greedy([PROMPTS[0]], 16) == [wanted]
 
 
-def test_a_hit_a_chunked_prompt_and_a_hand_off_say_the_same(saved: Saved) -> None:
+def test_a_hit_a_chunked_prompt_and_a_kv_transfer_say_the_same(saved: Saved) -> None:
     folder, wanted = saved
     fabric = LocalFabric()
     sides = [make_engine(str(folder), 4, 7, fabric, implementation="transformers") for _ in range(2)]
@@ -155,7 +155,7 @@ def test_a_hit_a_chunked_prompt_and_a_hand_off_say_the_same(saved: Saved) -> Non
         for side, leg in zip(sides, legs(request, prefill.transfer_address), strict=True):
             side.submit(leg)
         _, handed = run(sides)
-        report = handed[0].hand_off
+        report = handed[0].kv_transfer
         assert report is not None
         assert report.transferred, report.reason
         for told in (miss, hit, handed):

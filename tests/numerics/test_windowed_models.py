@@ -127,7 +127,7 @@ def engines(request: pytest.FixtureRequest, folder: Path) -> Iterator[list[Engin
 @pytest.mark.model
 def test_an_answer_is_that_of_transformers_missed_hit_and_handed_over(engines: list[Engine], answer: list[int]) -> None:
     """A miss, with another beside it; a hit of the whole prompt, and one of the prompt and half of the answer, which
-    only the decode engine has; a hand-off to an engine that has nothing."""
+    only the decode engine has; a KV transfer to an engine that has nothing."""
     prefill, decode = engines
     together = answers([prefill], (prefill, request("miss", PROMPT)), (prefill, request("other", PROMPT[20:40])))
     assert together["miss"] == answer

@@ -52,7 +52,7 @@ leaves = st.sampled_from(sorted(ROLES))
 def play(seed: int, always: bool, trace: list[object]) -> list[tuple[str | None, str]]:
     """Run the trace, checking after each event; returns the pairs."""
     now_s = 0.0
-    router = Router("estimated_ttft", Random(seed), lambda: now_s, always_hand_off=always)
+    router = Router("estimated_ttft", Random(seed), lambda: now_s, always_kv_transfer=always)
     there: dict[str, ReplicaView] = {}
     open_: list[Decision] = []
     went: list[tuple[str | None, str]] = []
@@ -114,13 +114,13 @@ def ask(router: Router, there: dict[str, ReplicaView], event: Ask, *, always: bo
     assert (pair.reason is PairReason.NO_PREFILL) == (not prefills and not event.one_replica)
     if always and prefills and not event.one_replica:
         assert pair.prefill_id is not None
-    local_s, hand_off_s = pair.chosen.local_cost_s, pair.hand_off_cost_s
+    local_s, kv_transfer_s = pair.chosen.local_cost_s, pair.kv_transfer_cost_s
     if pair.reason is PairReason.HAND_OFF:
-        assert hand_off_s is not None
-        assert hand_off_s < local_s
+        assert kv_transfer_s is not None
+        assert kv_transfer_s < local_s
     if pair.reason is PairReason.LOCAL:
-        assert hand_off_s is not None
-        assert local_s <= hand_off_s + 0.002
+        assert kv_transfer_s is not None
+        assert local_s <= kv_transfer_s + 0.002
     return decision
 
 

@@ -69,7 +69,7 @@ def test_of_one_engine_with_retractions_aborts_and_deadlines(data: st.DataObject
 
 @settings(max_examples=40, deadline=None)
 @given(st.data())
-def test_of_both_sides_of_hand_offs_that_may_fail(data: st.DataObject) -> None:
+def test_of_both_sides_of_kv_transfers_that_may_fail(data: st.DataObject) -> None:
     pair = Pair(num_pages=24, max_running=3)
     arrived_s: dict[str, float] = {}
     seen: set[tuple[int, str]] = set()

@@ -24,7 +24,7 @@ def app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
         replicas={"health_period_s": 1},
         cache={"max_total_tokens": 4_000},
         prefill={"tp": 3, "cpus": 0.3},
-        transfer={"hand_off": "always"},
+        transfer={"disaggregation": "always"},
     ) as running:
         running.until(lambda: running.serves_with(2), 60)
         yield running
@@ -66,7 +66,7 @@ def test_serves_own_proxy_serves_where_haproxy_is_turned_off(app: Running) -> No
 def test_three_ranks_hand_over_to_one_and_the_answer_is_the_same(app: Running) -> None:
     """The second time decode does it alone, without what it has cached."""
     route, apart = ask(app)
-    assert "hand_off=ok" in route
+    assert "kv_transfer=ok" in route
     assert sorted(state["replica"]["tp"] for state in app.states()) == [1, 3]
     assert len(ranks(app)) == 2
     flush(app)
@@ -83,6 +83,6 @@ def test_a_dead_rank_is_noticed_and_its_replica_replaced(app: Running) -> None:
     app.until(lambda: len(ranks(app)) == 2, 120)
     assert replica_id(app, "decode") == decode
     route, apart = ask(app)
-    assert "hand_off=ok" in route
+    assert "kv_transfer=ok" in route
     flush(app)
     assert apart == ask(app, **{"x-manta-replicas": decode})[1]

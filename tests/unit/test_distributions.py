@@ -91,7 +91,7 @@ def test_the_decode_side_counts_how_long_grant_and_pages_took_and_a_transfer_ser
     pair.ask("a", range(10), max_new_tokens=3)
     pair.run()
     tallies = pair.decode.engine.tallies()
-    report = next(delta.hand_off for delta in pair.decode.deltas["a", 0] if delta.hand_off is not None)
+    report = next(delta.kv_transfer for delta in pair.decode.deltas["a", 0] if delta.kv_transfer is not None)
     assert (num(tallies.grant_s), num(tallies.wait_s)) == (1, 1)
     assert (tallies.grant_s.total, tallies.wait_s.total) == (report.grant_s, report.wait_s)
     assert num(pair.prefill.engine.tallies().grant_s) == 0

@@ -301,7 +301,7 @@ def test_with_several_ranks_a_step_that_fails_ends_the_engine_as_others_may_be_a
 
 
 @pytest.mark.parametrize("sides", [("prefill",), ("decode",), ("prefill", "decode")])
-def test_a_hand_off_of_which_one_side_fails_leaves_the_others_alone(sides: tuple[str, ...]) -> None:
+def test_a_kv_transfer_of_which_one_side_fails_leaves_the_others_alone(sides: tuple[str, ...]) -> None:
     """Where the prompt fails, the decode side hears that it does not come, and computes it; no page of the failed chunk
     is sent."""
     pair = Pair(page_size=4)

@@ -3,7 +3,7 @@
 Owns:      the metrics that no statistic is as it stands (replicas/types.py names the metrics of the others), and which
            settings are facts of the replica.
 Never:     asks the engine thread: a scrape shows the snapshot of the last step.
-Invariant: the states of the pool sum to its capacity; every metric of a replica is emitted, those of hand-offs only if
+Invariant: the states of the pool sum to its capacity; every metric of a replica is emitted, those of transfers only if
            the engine takes part in any.
 Thread:    made on any; read on the scrape's.
 """
@@ -177,7 +177,7 @@ def replica_emitter(
     replica_id: str,
     node_id: str,
 ) -> Emitter:
-    """Return an emitter of all metrics of ``engine``, those of hand-offs only if it takes part in any. ``stats`` and
+    """Return an emitter of all metrics of ``engine``, those of KV transfers only if it takes part in any. ``stats`` and
     ``tallies`` are the engine's as of now, from any thread (`EngineLoop`'s)."""
     has_transfer = stats().transfer is not None
     identity = Identity(model=model, role=role.value, replica=replica_id)

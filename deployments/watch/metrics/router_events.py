@@ -22,7 +22,7 @@ from deployments.record.route_log import RequestWatch, Try, predicted_tokens
 from deployments.record.timeline import Timeline
 from deployments.watch.metrics.emitter import Emitter, Value
 from replicas.errors import AdapterNotReadable, DiedInStep, EngineDead, NotSent, Overloaded, StepFailed
-from routing.moves import CAUSES, Cause
+from routing.migration import CAUSES, Cause
 from routing.types import Decision
 from routing.why import MissCause
 
@@ -94,10 +94,10 @@ class RouterEvents(RequestWatch):
         for outcome in ("ok", "error"):
             counter("router_fetches_total", outcome=outcome)
         counter("router_fetch_seconds_total")
-        self._hand_offs = {}
+        self._kv_transfers = {}
         if disaggregated:
-            self._hand_offs = {
-                came: counter("router_hand_offs_total", outcome="ok" if came else "error") for came in (True, False)
+            self._kv_transfers = {
+                came: counter("router_kv_transfers_total", outcome="ok" if came else "error") for came in (True, False)
             }
 
     def opened(self, endpoint: str) -> None:
@@ -107,7 +107,7 @@ class RouterEvents(RequestWatch):
         emitter = self._emitter
         emitter.counter("router_decisions_total", policy=decision.policy, reason=decision.reason.value).inc()
         self._decision_s.observe(took_s)
-        if decision.pair is not None and self._hand_offs:
+        if decision.pair is not None and self._kv_transfers:
             emitter.counter("router_pair_decisions_total", reason=decision.pair.reason.value).inc()
         reason = RETRIES.get(type(failure))
         if reason is not None:
@@ -136,15 +136,15 @@ class RouterEvents(RequestWatch):
             cause = noted.miss.cause.value
             self._emitter.counter("router_uncached_requests_total", cause=cause).inc()
             self._emitter.counter("router_uncached_tokens_total", cause=cause).inc(noted.miss.tokens)
-        fetch, report = noted.decision.fetch, noted.hand_off
+        fetch, report = noted.decision.fetch, noted.kv_transfer
         if fetch is not None and report is not None:
             outcome = "ok" if report.transferred else "error"
             self._emitter.counter("router_fetches_total", outcome=outcome).inc()
             self._emitter.counter("router_fetch_seconds_total").inc(report.grant_s + report.wait_s)
             if report.transferred:
                 self._tokens["fetched"].inc(fetch.num_tokens * report.num_bytes / max(fetch.num_bytes, 1))
-        if noted.hand_off is not None and noted.decision.prefill_id is not None and self._hand_offs:
-            self._hand_offs[noted.hand_off.transferred].inc()
+        if noted.kv_transfer is not None and noted.decision.prefill_id is not None and self._kv_transfers:
+            self._kv_transfers[noted.kv_transfer.transferred].inc()
 
     def ended(self, timeline: Timeline, *, prompt_tokens: int, outcome: str, adapter: str = "") -> None:
         endpoint = timeline.arrival.endpoint

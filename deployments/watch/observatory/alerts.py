@@ -33,8 +33,8 @@ class Reading:
 Readings = Mapping[str, Mapping[str, Reading]]  # an `Over`'s source, or a `Stands`' reading -> subject -> reading
 
 
-def hand_offs_of(stats: EngineStats) -> dict[str, int]:
-    """Return the counters that alerts about the fleet's hand-offs are judged by (dashboards.alerts.SOURCES)."""
+def kv_transfers_of(stats: EngineStats) -> dict[str, int]:
+    """Return the counters that alerts about the fleet's KV transfers are judged by (dashboards.alerts.SOURCES)."""
     transfer = stats.transfer
     if transfer is None:
         return {}

@@ -1,10 +1,10 @@
 """The newest requests, and the links between replicas: what is summed over the last seconds.
 
 Owns:      the rows by rid, the version of the state in which each changed, what has been counted of each request, and
-           the hand-offs of the last seconds.
+           the KV transfers of the last seconds.
 Never:     shows what routers add to a row (router_view.py): ``key``, which no other request of that router has, and
-           ``hand_offs``: from, to, bytes and ok of each that ended.
-Invariant: at most MOST_ROWS rows are shown, of requests with one rid the last; each request, first token and hand-off
+           ``kv_transfers``: from, to, bytes and ok of each that ended.
+Invariant: at most MOST_ROWS rows are shown, of requests with one rid the last; each request, first token and transfer
            counts once, even if another request has its rid.
 Thread:    the observatory's event loop.
 """
@@ -27,8 +27,8 @@ Key = tuple[str, str]  # router, and its own name of the request
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HandOffEnd:
-    """One hand-off that has ended."""
+class PdTransferEnd:
+    """One KV transfer that has ended."""
 
     seen_s: float
     link: tuple[str, str]  # from, to
@@ -43,7 +43,7 @@ class Counted:
     changed_s: float
     first_token: bool = False
     reuse: bool = False
-    hand_offs: int = 0
+    kv_transfers: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +62,7 @@ class Requests:
         self._shown: dict[str, Shown] = {}  # by rid
         self._counted: OrderedDict[Key, Counted] = OrderedDict()  # by last change
         self._recent = recent
-        self._ends: deque[HandOffEnd] = deque()
+        self._ends: deque[PdTransferEnd] = deque()
 
     def take(
         self, rows: Iterable[Row], now_s: float, time_s: float, *, version: int, objectives: Mapping[str, float]
@@ -70,8 +70,8 @@ class Requests:
         """Take rows that are new or changed, as of ``version``; ``time_s``: now, in seconds since 1970."""
         for row in rows:
             shown = dict(row)
-            key, hand_offs = (shown["router"], shown.pop("key")), shown.pop("hand_offs")
-            self._count(key, shown, hand_offs, came_s=now_s - (time_s - shown["time"]), now_s=now_s)
+            key, kv_transfers = (shown["router"], shown.pop("key")), shown.pop("kv_transfers")
+            self._count(key, shown, kv_transfers, came_s=now_s - (time_s - shown["time"]), now_s=now_s)
             met = judged(shown["ttft_s"], shown.get("itl_s"), shown["outcome"], objectives)
             self._show(key, shown | {"missed": [slo for slo, in_time in met.items() if not in_time]}, version)
         if (surplus := len(self._shown) - MOST_ROWS) > 0:
@@ -117,7 +117,7 @@ class Requests:
         )
 
     def links(self) -> list[dict[str, Any]]:
-        """Return the pairs of replicas between which hand-offs ended in the last LINKS_S."""
+        """Return the pairs of replicas between which KV transfers ended in the last LINKS_S."""
         ok = Counter(end.link for end in self._ends if end.ok)
         failed = Counter(end.link for end in self._ends if not end.ok)
         num_bytes: Counter[tuple[str, str]] = Counter()
@@ -128,17 +128,17 @@ class Requests:
                 "from": link[0],
                 "to": link[1],
                 "bytes_per_s": short(num_bytes[link] / LINKS_S),
-                "hand_offs_per_s": short(ok[link] / LINKS_S),
+                "kv_transfers_per_s": short(ok[link] / LINKS_S),
                 "failed_per_s": short(failed[link] / LINKS_S),
             }
             for link in sorted(ok.keys() | failed.keys())
         ]
 
     def check(self) -> None:
-        """Raises AssertionError if a row is under another's rid, or changes or hand-offs are out of order."""
+        """Raises AssertionError if a row is under another's rid, or changes or KV transfers are out of order."""
         for rid, shown in self._shown.items():
             assert rid == shown.row["rid"]
-            assert not {"hand_offs", "key"} & shown.row.keys()
+            assert not {"kv_transfers", "key"} & shown.row.keys()
         assert len(self._shown) <= MOST_ROWS
         assert len(self._counted) <= MOST_COUNTED
         for times in ([end.seen_s for end in self._ends], [each.changed_s for each in self._counted.values()]):
@@ -150,7 +150,7 @@ class Requests:
             self._shown[row["rid"]] = Shown(row=row, key=key, version=version)
 
     def _count(
-        self, key: Key, row: Row, hand_offs: Collection[Mapping[str, Any]], *, came_s: float, now_s: float
+        self, key: Key, row: Row, kv_transfers: Collection[Mapping[str, Any]], *, came_s: float, now_s: float
     ) -> None:
         """Count what is new of this request, unless it is long over."""
         new = key not in self._counted
@@ -165,10 +165,10 @@ class Requests:
             if not counted.reuse and row["cached_tokens"] is not None:
                 counted.reuse = True
                 self._recent.reused(first_s, row["cached_tokens"], row["prompt_tokens"])
-        ended = list(hand_offs)[counted.hand_offs :]
-        counted.hand_offs = len(hand_offs)
+        ended = list(kv_transfers)[counted.kv_transfers :]
+        counted.kv_transfers = len(kv_transfers)
         if new and now_s - came_s > LINKS_S:
             return  # long over: from a router that is new to us
         for each in ended:
             link = (each["from"], each["to"])
-            self._ends.append(HandOffEnd(seen_s=now_s, link=link, num_bytes=each["bytes"], ok=each["ok"]))
+            self._ends.append(PdTransferEnd(seen_s=now_s, link=link, num_bytes=each["bytes"], ok=each["ok"]))

@@ -34,7 +34,7 @@ class RouterView:
     num_open: int
     replicas: tuple[SeenReplica, ...]
     requests: tuple[dict[str, Any], ...]  # rows (README.md of this folder) changed after ``since``, oldest first, the
-    # newest route_log.MOST_TOLD, each with its ``key`` and ``hand_offs`` (requests.py)
+    # newest route_log.MOST_TOLD, each with its ``key`` and ``kv_transfers`` (requests.py)
     progress: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # ``key`` of each request that runs and has
     # a token -> what of its row has grown (route_forms.progress_of)
     time_s: float | None  # by the router's clock, seconds since 1970; None: its clock is ours
@@ -78,7 +78,7 @@ def router_view(
             {
                 **request_row(record, router_id=dispatcher.router_id),
                 "key": record.rid,
-                "hand_offs": hand_offs(record),
+                "kv_transfers": kv_transfers(record),
             }
             for record in records
         ),
@@ -107,17 +107,17 @@ def request_body(dispatcher: Dispatcher, name: str) -> Body | None:
     }
 
 
-def hand_offs(record: RouteRecord) -> list[dict[str, Any]]:
-    """Return the hand-offs of the request that have ended, at most one a try."""
+def kv_transfers(record: RouteRecord) -> list[dict[str, Any]]:
+    """Return the KV transfers of the request that have ended, at most one a try."""
     return [
         {
             "from": each.decision.prefill_id,
             "to": each.decision.replica_id,
-            "bytes": each.hand_off.num_bytes,
-            "ok": each.hand_off.transferred,
+            "bytes": each.kv_transfer.num_bytes,
+            "ok": each.kv_transfer.transferred,
         }
         for each in record.tries
-        if each.hand_off is not None
+        if each.kv_transfer is not None
     ]
 
 

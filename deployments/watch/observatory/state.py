@@ -32,7 +32,7 @@ from deployments.watch.observatory.alerts import (
     Readings,
     fleet_readings,
     growing_of,
-    hand_offs_of,
+    kv_transfers_of,
     replica_readings,
 )
 from deployments.watch.observatory.events import DEATHS, EventFeed, Names
@@ -307,7 +307,7 @@ class State:
             if each.report is not None and age_s is not None:
                 stats = each.report.stats
                 if self._rates.add(name, now_s - age_s, counters_of(stats)):  # an older report is no restart
-                    self._fleet_growth.take(name, hand_offs_of(stats))
+                    self._fleet_growth.take(name, kv_transfers_of(stats))
                     self._replica_growth.take(name, growing_of(stats), subject=name)
         self._rates.keep(seen.keys())
         self._recent.keep(self.merged.router_ids)

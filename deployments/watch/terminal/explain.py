@@ -43,7 +43,7 @@ def asked(url: str, rid: str, key: str | None) -> RenderableType:
 
 
 def drawn(body: Mapping[str, Any], names: Mapping[str, str] = MappingProxyType({})) -> RenderableType:
-    """Draw the heading, then for each try its sentence, candidates, pair, hand-off and end; then the stages.
+    """Draw the heading, then for each try its sentence, candidates, pair, KV transfer and end; then the stages.
 
     ``names``: of replicas by id, as the live view has them; of those that are not in it only the id is shown.
     """
@@ -112,11 +112,12 @@ def _named(replica_id: str, names: Mapping[str, str]) -> dict[str, str]:
 
 
 def _pair(each: Mapping[str, Any], names: Mapping[str, str]) -> list[Part]:
-    """Say where the prompt is computed and what that costs; then how the hand-off went."""
+    """Say where the prompt is computed and what that costs; then how the KV transfer went."""
     pair = each["pair"]
     where = "computed where it decodes" if pair["prefill"] is None else f"handed over by {pair['prefill']}"
     why = f"; {pair['why']}" if pair["why"] else ""
-    costs = f"handing over costs {seconds(pair['hand_off_cost_s'])}, computing in place {seconds(pair['local_cost_s'])}"
+    transfer, local = seconds(pair["kv_transfer_cost_s"]), seconds(pair["local_cost_s"])
+    costs = f"handing over costs {transfer}, computing in place {local}"
     shown = _shown(DECODE_REPLICA, pair["decode_replicas"])
     rows = [
         {
@@ -127,19 +128,20 @@ def _pair(each: Mapping[str, Any], names: Mapping[str, str]) -> list[Part]:
         }
         for terms in pair["decode_replicas"]
     ]
-    return [f"The prompt is {where} ({pair['reason']}{why}): {costs}.", Table(rows), *_hand_off(each)]
+    return [f"The prompt is {where} ({pair['reason']}{why}): {costs}.", Table(rows), *_kv_transfer(each)]
 
 
-def _hand_off(each: Mapping[str, Any]) -> list[Part]:
-    report = each.get("hand_off")
+def _kv_transfer(each: Mapping[str, Any]) -> list[Part]:
+    report = each.get("kv_transfer")
     lines = [f"Not asked: {replica}, {why}" for replica, why in sorted((each.get("held_out") or {}).items())]
     if report is not None and report["transferred"]:
         lines.append(
-            f"Hand-off: {report['num_pages']} pages, {count(report['num_bytes'])}B in {seconds(report['transfer_s'])} "
+            f"KV transfer: {report['num_pages']} pages, {count(report['num_bytes'])}B "
+            f"in {seconds(report['transfer_s'])} "
             f"(room after {seconds(report['grant_s'])}, all there {seconds(report['wait_s'])} later)"
         )
     elif report is not None:
-        lines.append(f"Hand-off failed: {report['reason']}; the prompt was computed where it decodes")
+        lines.append(f"KV transfer failed: {report['reason']}; the prompt was computed where it decodes")
     return ["\n".join(lines)] if lines else []
 
 

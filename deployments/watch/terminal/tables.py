@@ -64,7 +64,7 @@ def link_table(links: Sequence[Row], names: Mapping[str, str]) -> Table:
         {
             "from": names.get(each["from"]) or short_id(each["from"]),
             "to": names.get(each["to"]) or short_id(each["to"]),
-            ">hand-offs/s": count(each["hand_offs_per_s"]),
+            ">KV transfers/s": count(each["kv_transfers_per_s"]),
             ">failed/s": Text(count(each["failed_per_s"]), TROUBLE if each["failed_per_s"] else ""),
             ">bytes/s": count(each["bytes_per_s"]),
         }

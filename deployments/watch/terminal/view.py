@@ -223,7 +223,7 @@ class View:
         if links:
             table = link_table(links[:6], names_of(self._state))
             size = ABOVE_ROWS + min(len(links), 6)
-            found.insert(0, (Group(Rule("hand-offs", align="left", style="bright_black"), table), size))
+            found.insert(0, (Group(Rule("KV transfers", align="left", style="bright_black"), table), size))
         return found
 
     def _orders(self, name: str) -> tuple[Order, ...]:

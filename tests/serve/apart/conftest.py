@@ -32,7 +32,7 @@ def app(otlp_port: int, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ru
         replicas={"cpus": 1, "health_period_s": 1},
         cache={"max_total_tokens": 12_000},
         router={"retry_wait_s": 90},
-        transfer={"hand_off": "always"},
+        transfer={"disaggregation": "always"},
         observability={**PATIENT, "otlp_endpoint": f"http://127.0.0.1:{otlp_port}", "trace_ratio": 0},
     ) as running:
         yield running

@@ -35,17 +35,17 @@ def test_each_process_tells_what_the_catalogue_has_for_it_and_nothing_else(fleet
     held.check_emission(fleet, disaggregated=True)
 
 
-def test_counters_are_what_clients_counted_and_both_ends_of_hand_offs_agree(fleet: Watched) -> None:
+def test_counters_are_what_clients_counted_and_both_ends_of_kv_transfers_agree(fleet: Watched) -> None:
     held.check_truth(fleet)
     held.check_pools(fleet, 2)
     moved = "sum(manta_transfer_bytes_total{direction='%s'})"
     fleet.settled(f"{moved % 'send'} - {moved % 'receive'}", 0)
     assert (fleet.prometheus.value(moved % "receive") or 0) > 0
-    assert (fleet.prometheus.value("sum(manta_router_hand_offs_total{outcome='ok'})") or 0) >= 1
+    assert (fleet.prometheus.value("sum(manta_router_kv_transfers_total{outcome='ok'})") or 0) >= 1
     fleet.settled("sum(manta_transfer_digest_mismatches_total)", 0)
 
 
-def test_the_page_draws_the_transfer_between_the_two_and_explains_a_hand_off(
+def test_the_page_draws_the_transfer_between_the_two_and_explains_a_kv_transfer(
     fleet: Watched, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     page = open_chromium(tmp_path_factory.mktemp("chromium"))
@@ -68,7 +68,7 @@ def handed_over(fleet: Watched) -> str:
     """Name of the newest request whose K/V came from the prefill replica."""
     for each in reversed(fleet.traffic.answered):
         route = HTTP.get(f"{fleet.app.url}/route/{each.name}", timeout=30).json()
-        hand_off = route["tries"][-1]["hand_off"]
-        if each.whole and hand_off is not None and hand_off["transferred"]:
+        kv_transfer = route["tries"][-1]["kv_transfer"]
+        if each.whole and kv_transfer is not None and kv_transfer["transferred"]:
             return each.name
     raise AssertionError("no request was handed over")

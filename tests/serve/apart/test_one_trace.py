@@ -113,8 +113,8 @@ def test_a_request_over_two_replicas_is_one_trace_at_a_collector(
         "manta.source": both["prefill"],
         "manta.target": both["decode"],
         "manta.transferred": "Bool(true)",
-        "manta.pages": f"Int({only['hand_off']['num_pages']})",
-        "manta.bytes": f"Int({only['hand_off']['num_bytes']})",
+        "manta.pages": f"Int({only['kv_transfer']['num_pages']})",
+        "manta.bytes": f"Int({only['kv_transfer']['num_bytes']})",
     }
     usage = answer.json()["usage"]
     assert of["manta.decode"]["manta.output_tokens"] == f"Int({usage['completion_tokens']})"

@@ -94,7 +94,7 @@ def test_both_roles_are_deployments_of_their_own_and_no_secret_is_shown(both: Ru
     assert "1 prefill replica and 1 decode replica" in both.log.read_text()
     assert "PrefillReplica" in both.log.read_text()
     info = both.info()
-    assert (info["mode"], info["transfer"]["hand_off"]) == ("disaggregated", "always")
+    assert (info["mode"], info["transfer"]["disaggregation"]) == ("disaggregated", "always")
     assert "token" not in info["transfer"]
 
 
@@ -102,7 +102,7 @@ def test_a_chat_over_two_replicas_is_that_of_one(both: Running) -> None:
     messages: Any = [{"role": "user", "content": "What is the capital of France?"}]
     raw = client(both).chat.completions.with_raw_response.create(model=MODEL, messages=messages, temperature=0)
     told = fields(raw)
-    assert (told["policy"], told["pair"], told["hand_off"]) == ("pd_pair", "hand_off_always", "ok")
+    assert (told["policy"], told["pair"], told["kv_transfer"]) == ("pd_pair", "kv_transfer_always", "ok")
     assert {told["prefill"]} == ids_of(both, "prefill")
     assert raw.parse().choices[0].message.content == "The capital of France is Paris."
     chunks = client(both).chat.completions.create(model=MODEL, messages=messages, temperature=0, stream=True)
@@ -118,7 +118,7 @@ def test_the_tokens_are_those_of_one_replica(both: Running, sampling: dict[str, 
         expected = alone(both, text, **sampling)
         name = f"same-{number}-{len(sampling)}"
         assert generate(both, text, name=name, **sampling) == expected
-        report = route(both, name)["tries"][0]["hand_off"]
+        report = route(both, name)["tries"][0]["kv_transfer"]
         assert (report["transferred"], report["num_pages"] > 0) == (True, True)
 
 
@@ -156,7 +156,7 @@ def test_a_new_prefill_replica_on_the_same_node_is_used(both: Running) -> None:
     text = story("engines")
     expected = alone(both, text)
     assert generate(both, text, name="again") == expected
-    assert route(both, "again")["tries"][0]["hand_off"]["transferred"]
+    assert route(both, "again")["tries"][0]["kv_transfer"]["transferred"]
 
 
 def stream_and_kill(app: Running, role: str, text: str, *, name: str) -> list[int]:
@@ -211,4 +211,4 @@ def stopped_before_its_pages_came(app: Running, name: str) -> bool:
     assert took_s < 30  # the deadlines are 60 s
     [only] = route(app, name)["tries"]
     assert only["failure"] is None
-    return not only["hand_off"]["transferred"]
+    return not only["kv_transfer"]["transferred"]

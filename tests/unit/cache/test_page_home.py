@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtransfer.layout import KvLayout
-from kvtransfer.moves.plan import Shares
-from kvtransfer.moves.wire import Path
+from kvtransfer.migration.plan import Shares
+from kvtransfer.migration.wire import Path
 from replicas.cache.host_pages import HostTier
 from replicas.cache.page_home import TieredPageHome
 from replicas.cache.tiers import HiRadixCache

@@ -26,14 +26,14 @@ from deployments.channel.frames import (
 from deployments.dispatch.attempt import TryLimits
 from deployments.dispatch.dispatcher import NO_HINTS, Dispatcher, RouteHints
 from deployments.dispatch.leases import LeaseHolder, ReplicaCalls, ReplicaGone, ReplicaInfo
-from deployments.fleet.cache_moves import CacheMoves
+from deployments.fleet.cache_migration import CacheMigration
 from deployments.fleet.fleet import Fleet
 from deployments.http.service import Service, read_face
 from deployments.record.route_forms import request_row
 from deployments.replica.served_engine import ServedEngine
 from deployments.settings.schema import ModelSettings
-from kvtransfer.moves.mover import MoveStats
-from kvtransfer.moves.wire import MoveAddress
+from kvtransfer.migration.migrator import MigrationStats
+from kvtransfer.migration.wire import MigrationAddress
 from kvtransfer.pages import PageKeys, page_keys
 from replicas.cache.events import CacheSnapshot, EventLog, PagesStored
 from replicas.cache.tree_view import CacheTree, empty_tree
@@ -81,15 +81,15 @@ class House:
         max_wait_s: float = 60.0,
         router_id: str = "router",
         leases: LocalLeases | None = None,
-        always_hand_off: bool = False,
+        always_kv_transfer: bool = False,
         report_period_s: float = 10.0,
         fill_s: float = 0.0,
         drain_s: float = 10.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """``clock``: by which queues get shorter, and by which is found who hangs. ``fill_s``, ``drain_s``: of
-        `CacheMoves`."""
-        self.router = Router(policy, Random(0), clock, page_size=PAGE_SIZE, always_hand_off=always_hand_off)
+        `CacheMigration`."""
+        self.router = Router(policy, Random(0), clock, page_size=PAGE_SIZE, always_kv_transfer=always_kv_transfer)
         self.router_id = router_id
         self.leases = leases if leases is not None else LocalLeases()
         # scripted replicas report when they attach and when told: with a period of 10 s that is no silence for 50 s
@@ -98,7 +98,7 @@ class House:
             leases=self.leases,
             report_period_s=report_period_s,
             clock=clock,
-            moves=CacheMoves(self.leases, fill_s=fill_s, push_s=5.0, drain_s=drain_s),
+            moves=CacheMigration(self.leases, fill_s=fill_s, push_s=5.0, drain_s=drain_s),
         )
         self.channel = ChannelServer(
             self.fleet, lost_error=lambda replica_id: ReplicaGone(f"replica {replica_id} was lost")
@@ -181,7 +181,7 @@ class ScriptedReplica:
         self.requests: list[GenerateRequest] = []
         self.num_aborted = 0
         self.orders: list[PushCache] = []  # to push its cache, by call or over the channel
-        self.moves: MoveAddress | None = None
+        self.moves: MigrationAddress | None = None
         self.aborts: list[str] = []  # rids of which the router said over the channel that they are to end
         self.hold = asyncio.Event()  # generation waits for it
         self.hold.set()
@@ -301,9 +301,9 @@ class ScriptedReplica:
     async def drain(self) -> None:
         return None
 
-    async def push_cache(self, order: PushCache) -> MoveStats:
+    async def push_cache(self, order: PushCache) -> MigrationStats:
         self.orders.append(order)
-        return MoveStats()
+        return MigrationStats()
 
     async def abort(self, name: str | None, owner: str | None) -> int:
         return 0

@@ -60,14 +60,14 @@ def row(rid: str, *, time: float = 0.0, router: str = "one", **changes: Any) -> 
         "rid": rid, "router": router, "time": time, "endpoint": "chat", "outcome": "ok", "replica": "a",
         "prefill": None, "policy": "estimated_ttft", "reason": "only_candidate", "tries": 1, "prompt_tokens": 100,
         "output_tokens": 10, "cached_tokens": 40, "predicted_tokens": 48, "best_tokens": 48, "ttft_s": 0.5,
-        "last_s": 1.0, "total_s": 1.0, "hand_offs": [], "key": rid,
+        "last_s": 1.0, "total_s": 1.0, "kv_transfers": [], "key": rid,
         "stages": {"route_s": 0.0, "queue_s": 0.1, "prefill_s": 0.4, "transfer_s": 0.0, "decode_s": 0.5},
         "tries_at": [{"replica": "a", "prefill": None, "start_s": 0.0, "end_s": 1.0, "failure": None}],
     }  # fmt: skip
     return {**values, **changes}
 
 
-def hand_off(source: str, to: str, *, num_bytes: int = 1000, ok: bool = True) -> dict[str, Any]:
+def kv_transfer(source: str, to: str, *, num_bytes: int = 1000, ok: bool = True) -> dict[str, Any]:
     return {"from": source, "to": to, "bytes": num_bytes, "ok": ok}
 
 

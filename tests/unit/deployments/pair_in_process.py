@@ -1,6 +1,6 @@
 """Prefill and decode replicas in this process that say when they die; their desks are one dict.
 
-`HandOffReplica` plays the leg that it is asked for as an engine does; what it cannot show is what engines and desks do
+`PdTransferReplica` plays the leg that it is asked for as an engine does; it cannot show what engines and desks do
 among themselves (tests of replicas/disagg and kvtransfer).
 """
 
@@ -12,7 +12,7 @@ from deployments.channel.channel_server import ChannelAddress
 from deployments.dispatch.leases import ReplicaGone, ReplicaInfo
 from kvtransfer.types import PeerAddress
 from replicas.errors import MantaError
-from replicas.types import Finish, FinishReason, GenerateRequest, HandOffReport, PdLeg, TokenDelta, Usage
+from replicas.types import Finish, FinishReason, GenerateRequest, PdLeg, PdTransferReport, TokenDelta, Usage
 from routing.types import Role
 from tests.unit.deployments.in_process import ScriptedReplica
 from tests.unit.deployments.sample_values import token
@@ -36,7 +36,7 @@ class Desks:
         assert all(future.done() for future in self.rooms.values())
 
 
-class HandOffReplica(ScriptedReplica):
+class PdTransferReplica(ScriptedReplica):
     """``prefill_hold``: a prefill leg waits for it. ``leg_ends``: a prefill leg ends so, instead of handing over.
     ``gives_up``: a decode leg ends so, before it has heard of its pages."""
 
@@ -75,13 +75,13 @@ class HandOffReplica(ScriptedReplica):
         self._client.close()
 
     async def _generate(self, client: ChannelClient, request: GenerateRequest) -> None:
-        hand_off = request.hand_off
-        if hand_off is None:
+        kv_transfer = request.kv_transfer
+        if kv_transfer is None:
             await super()._generate(client, request)
             return
-        room = hand_off.ticket.room
+        room = kv_transfer.ticket.room
         try:
-            if hand_off.leg is PdLeg.PREFILL:
+            if kv_transfer.leg is PdLeg.PREFILL:
                 await self._hand_over(client, request, room)
             else:
                 await self._receive(client, request, room)
@@ -102,12 +102,12 @@ class HandOffReplica(ScriptedReplica):
             client.sink([end(request, self.gives_up)])
             return
         came = await self.desks.room(room)
-        report = HandOffReport(
+        report = PdTransferReport(
             transferred=came, reason=None if came else "the peer failed",
             num_pages=2, num_bytes=2 << 20, transfer_s=0.01,
         )  # fmt: skip
         if not came:  # told at once, as an engine does; then the prompt is computed here
-            client.sink([dataclasses.replace(end(request, None), hand_off=report)])
+            client.sink([dataclasses.replace(end(request, None), kv_transfer=report)])
         wanted, first = request.sampling.max_new_tokens, len(request.resumed_ids)
         for position in range(first, wanted):
             if position == self.pause_at:
@@ -119,7 +119,7 @@ class HandOffReplica(ScriptedReplica):
                 self._die_if_dead()
             finish = self.finish if position == wanted - 1 else None
             made = token(request, 0, position, finish)
-            client.sink([dataclasses.replace(made, hand_off=report if came and position == first else None)])
+            client.sink([dataclasses.replace(made, kv_transfer=report if came and position == first else None)])
             await asyncio.sleep(0)
 
     def _die_if_dead(self) -> None:

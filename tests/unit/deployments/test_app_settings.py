@@ -143,7 +143,7 @@ def test_an_old_name_is_read_as_the_new_one_and_both_are_refused() -> None:
         parse({"model": MODEL_ARGS, "scheduler": {"drafts": "on", "speculation": "off"}})
 
 
-def test_both_sides_of_a_hand_off_wait_for_longer_than_a_router_lets_requests_queue() -> None:
+def test_both_sides_of_a_kv_transfer_wait_for_longer_than_a_router_lets_requests_queue() -> None:
     waits = config_of(parse({**APART, "router": {"max_wait_s": 400}}), Role.DECODE).transfer
     assert (waits.open_timeout_s, waits.room_timeout_s) == (600, 600)
     assert config_of(parse(APART), Role.PREFILL).transfer.room_timeout_s == 180

@@ -155,7 +155,7 @@ class Street:
     def __init__(self, engines: Engines, lives: Iterator[int], *, apart: bool, reasons: bool) -> None:
         """``reasons``: whether the model's output is read as one that begins with reasoning may be."""
         self._reads: dict[str, Any] = {"reasoning_format": "think"} if reasons else {}
-        self.house = House(max_tries=10, retry_wait_s=60.0, always_hand_off=apart)
+        self.house = House(max_tries=10, retry_wait_s=60.0, always_kv_transfer=apart)
         self.num_deaths = 0
         self._lives = lives
         prefill, decode = engines.both

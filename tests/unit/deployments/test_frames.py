@@ -36,9 +36,9 @@ from replicas.types import (
     Finish,
     FinishReason,
     GenerateRequest,
-    HandOff,
-    HandOffReport,
     PdLeg,
+    PdTransfer,
+    PdTransferReport,
     SamplingParams,
     StageTimes,
     TokenDelta,
@@ -59,7 +59,7 @@ DELTA = TokenDelta(
     finish=Finish(reason=FinishReason.STOP, matched="\n", message=None, fault=None),
     stages=StageTimes(queue_s=0.5, prefill_s=0.25, transfer_s=0.125, decode_s=2.0),
 )
-FAILED = HandOffReport(
+FAILED = PdTransferReport(
     transferred=False, reason="digest of page 3 is wrong", num_pages=7, num_bytes=1 << 33, grant_s=0.1, wait_s=0.25,
     transfer_s=0.125,
 )  # fmt: skip
@@ -86,7 +86,7 @@ def received(message: Message) -> Message:
     [
         ChannelHello(token="secret", replica_id="r0"),
         Deltas([]),
-        Deltas([DELTA, dataclasses.replace(DELTA, hand_off=FAILED), *(dataclasses.replace(DELTA, finish=each)
+        Deltas([DELTA, dataclasses.replace(DELTA, kv_transfer=FAILED), *(dataclasses.replace(DELTA, finish=each)
                 for each in FINISHES)]),
         REPORT,
         ReplicaReport(stats=dataclasses.replace(stats(), num_receiving=2, transfer=TRANSFER), error=None, num_open=0),
@@ -107,7 +107,7 @@ def test_a_request_comes_back_as_it_was_and_token_ids_of_another_size_are_refuse
     request = GenerateRequest(
         rid="a.0-b", token_ids=np.array([0, 1, 2**31 - 1], dtype=np.int32), sampling=sampling, cache_salt="\0k\0",
         deadline_s=1.5, waited_s=2.5, resumed_ids=(4, 5), prompt_logprobs_from=0,
-        hand_off=HandOff(leg=PdLeg.DECODE, ticket=ticket),
+        kv_transfer=PdTransfer(leg=PdLeg.DECODE, ticket=ticket),
     )  # fmt: skip
     [body] = FrameReader().feed(encode(RunRequest(request)))
     found = decode_asked(body)

@@ -122,7 +122,7 @@ FIRING: dict[str, tuple[Make, int, str]] = {
     "KvPoolNearlyFull": (replica(used_pages=10), 120, "100 % of the KV pool of replica 1 (a) cannot be taken by"),
     "AdmissionBlocked": (replica(blocked="pool", num_waiting=7), 60, "Requests wait for room in the KV pool of repl"),
     "RetractionsHigh": (retracting, 300, "replica 1 (a) gives up 20 % as many tokens as it computes"),
-    "KvTransferFailures": (handed, 300, "10 % of the hand-offs of tiny fail"),
+    "KvTransferFailures": (handed, 300, "10 % of the KV transfers of tiny fail"),
     "KvTransferDamaged": (
         lambda second: [view("one", seen("a", transfer=TransferStats(digest_mismatches=second // 30)))], 0,
         "replica 1 (a) received K/V that differs"),

@@ -10,7 +10,7 @@ from deployments.watch.observatory.requests import MOST_ROWS, Requests
 from deployments.watch.observatory.serve_details import ServeDetails
 from deployments.watch.observatory.state import State
 from replicas.types import TallyCounts
-from tests.unit.deployments.observed import details, hand_off, listed, row, seen, view
+from tests.unit.deployments.observed import details, kv_transfer, listed, row, seen, view
 
 NOBODY = ServeDetails()
 
@@ -48,13 +48,13 @@ def test_a_running_request_shows_each_second_how_far_it_is() -> None:
 def test_requests_that_are_called_alike_count_each() -> None:
     told = Told()
     for number in range(5):
-        each = row("same", key=f"{number}", time=1000.0 + number, hand_offs=[hand_off("p", "d")])
+        each = row("same", key=f"{number}", time=1000.0 + number, kv_transfers=[kv_transfer("p", "d")])
         told.take([each], 1000.0 + number)
-    late = row("same", key="0", time=1000.0, ttft_s=4.5, total_s=4.5, hand_offs=[hand_off("p", "d")])
+    late = row("same", key="0", time=1000.0, ttft_s=4.5, total_s=4.5, kv_transfers=[kv_transfer("p", "d")])
     told.take([late], 1005.0)  # the first one changes once more
     assert told.recent.tokens == (500, 200)
     [link] = told.requests.links()
-    assert link["hand_offs_per_s"] == 0.5  # 5 in 10 s
+    assert link["kv_transfers_per_s"] == 0.5  # 5 in 10 s
     assert [(each["rid"], each["time"]) for each in told.requests.rows()] == [("same", 1004.0)]
     told.requests.check()
 
@@ -64,7 +64,7 @@ def test_a_routers_clock_that_is_wrong_changes_no_count_and_no_order(skew_s: flo
     state = State()
     for second in range(20):
         now_s = 1000.0 + second
-        told = row(f"r{second}", time=now_s - 0.5 + skew_s, hand_offs=[hand_off("p", "d")])
+        told = row(f"r{second}", time=now_s - 0.5 + skew_s, kv_transfers=[kv_transfer("p", "d")])
         right = row(f"s{second}", time=now_s - 0.6, router="two", cached_tokens=None, ttft_s=None)
         wrong = view("one", rows=(told,), time_s=now_s + skew_s)
         state.advance([wrong, view("two", rows=(right,), time_s=now_s)], NOBODY, now_s - 900.0, time_s=now_s)
@@ -72,7 +72,7 @@ def test_a_routers_clock_that_is_wrong_changes_no_count_and_no_order(skew_s: flo
     figures = {each["name"]: each for each in snapshot["figures"]}
     assert figures["ttft"]["value"] == 0.5
     assert figures["hit"]["more"] == {"prompt_tokens": 2000, "cached_tokens": 800}
-    assert snapshot["links"][0]["hand_offs_per_s"] == 1.1  # 11 polls are within 10 s
+    assert snapshot["links"][0]["kv_transfers_per_s"] == 1.1  # 11 polls are within 10 s
     assert [each["rid"] for each in snapshot["requests"][-4:]] == ["s18", "r18", "s19", "r19"]
     assert snapshot["requests"][-1]["time"] == pytest.approx(1018.5)
     state.check()
@@ -82,7 +82,7 @@ def test_our_own_clock_may_jump_and_only_what_is_shown_jumps_with_it() -> None:
     """The wall clock is set back by an hour between two polls, which are a second apart."""
     state = State()
     for now_s, time_s in ((10.0, 9000.0), (11.0, 5400.0)):
-        told = row(f"r{now_s:.0f}", time=time_s - 0.2, hand_offs=[hand_off("p", "d")])
+        told = row(f"r{now_s:.0f}", time=time_s - 0.2, kv_transfers=[kv_transfer("p", "d")])
         replica = seen("a", age_s=0.1, prefill_tokens=int(100 * now_s))
         state.advance([view("one", replica, rows=(told,), time_s=time_s)], NOBODY, now_s, time_s=time_s)
         state.check()
@@ -90,7 +90,7 @@ def test_our_own_clock_may_jump_and_only_what_is_shown_jumps_with_it() -> None:
     assert snapshot["time"] == 5400.0
     assert [point[0] for point in snapshot["history"]["points"]] == [5400.0]
     assert snapshot["figures"][0]["more"]["p50"] == 0.5
-    assert snapshot["links"][0]["hand_offs_per_s"] == 0.2
+    assert snapshot["links"][0]["kv_transfers_per_s"] == 0.2
     assert snapshot["replicas"][0]["rates"]["prefill_tokens_per_s"] == 100.0
     state.advance([], NOBODY, 12.0, time_s=99_000.0)
     assert [each["id"] for each in state.since()["replicas"]] == ["a"]  # it was heard a second ago
@@ -127,17 +127,17 @@ def test_a_row_says_which_objectives_the_request_missed() -> None:
     assert missed == {"slow": ["ttft", "itl"], "quick": [], "shed": ["ttft"], "broke": ["itl"], "left": []}
 
 
-def test_links_are_of_the_last_ten_seconds_and_each_hand_off_counts_once() -> None:
+def test_links_are_of_the_last_ten_seconds_and_each_kv_transfer_counts_once() -> None:
     told = Told()
     requests = told.requests
-    ends = [hand_off("p", "d", num_bytes=5000, ok=False), hand_off("p", "e", num_bytes=20_000)]
-    told.take([row("x", time=99.0, outcome="running", hand_offs=ends[:1])], 100.0)
-    told.take([row("x", time=99.0, hand_offs=ends)], 101.0)
+    ends = [kv_transfer("p", "d", num_bytes=5000, ok=False), kv_transfer("p", "e", num_bytes=20_000)]
+    told.take([row("x", time=99.0, outcome="running", kv_transfers=ends[:1])], 100.0)
+    told.take([row("x", time=99.0, kv_transfers=ends)], 101.0)
     assert requests.links() == [
-        {"from": "p", "to": "d", "bytes_per_s": 500.0, "hand_offs_per_s": 0.0, "failed_per_s": 0.1},
-        {"from": "p", "to": "e", "bytes_per_s": 2000.0, "hand_offs_per_s": 0.1, "failed_per_s": 0.0},
+        {"from": "p", "to": "d", "bytes_per_s": 500.0, "kv_transfers_per_s": 0.0, "failed_per_s": 0.1},
+        {"from": "p", "to": "e", "bytes_per_s": 2000.0, "kv_transfers_per_s": 0.1, "failed_per_s": 0.0},
     ]
-    assert all("hand_offs" not in each for each in requests.rows())
+    assert all("kv_transfers" not in each for each in requests.rows())
     told.take([], 110.5)
     assert [link["to"] for link in requests.links()] == ["e"]
     told.take([], 112.0)

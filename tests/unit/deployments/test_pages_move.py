@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Iterator
 import numpy as np
 import pytest
 
-from deployments.replica.cache_moves import ReplicaMoves
+from deployments.replica.cache_migration import ReplicaMigrations
 from deployments.replica.served_engine import ServedEngine
 from replicas.config import CacheConfig, SchedulerConfig
 from replicas.engine.loop import EngineLoop
@@ -43,15 +43,15 @@ def loops() -> Iterator[list[EngineLoop]]:
 @pytest.fixture
 async def replicas(loops: list[EngineLoop]) -> AsyncIterator[list[ServedEngine]]:
     """Both engines, empty, each as a replica."""
-    made, all_moves = [], []
+    made, all_migrations = [], []
     for at, loop in enumerate(loops):
         assert await loop.run_on_engine(lambda engine: engine.flush_cache())
         home = loop.engine.executor.page_home
         assert home is not None
-        all_moves.append(ReplicaMoves(loop, home, host="127.0.0.1"))
-        made.append(ServedEngine(loop, replica_id=f"r{at}", node_id="here", moves=all_moves[-1]))
+        all_migrations.append(ReplicaMigrations(loop, home, host="127.0.0.1"))
+        made.append(ServedEngine(loop, replica_id=f"r{at}", node_id="here", moves=all_migrations[-1]))
     yield made
-    for moves in all_moves:
+    for moves in all_migrations:
         moves.check()
         await moves.stop()
     for loop in loops:

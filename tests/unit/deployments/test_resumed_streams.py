@@ -85,7 +85,7 @@ class Routers:
 
     async def _start(self) -> None:
         name = f"router{self.num_made}"
-        self.house = House(router_id=name, leases=self._leases, policy="estimated_ttft", always_hand_off=self._apart)
+        self.house = House(router_id=name, leases=self._leases, policy="estimated_ttft", always_kv_transfer=self._apart)
         self.num_made += 1
         await self._stack.enter_async_context(self.house)
         self.house.fleet.set_members(self._leases.replicas)

@@ -10,9 +10,9 @@ from deployments.fleet.seen import Target
 from deployments.record.route_log import RouteRecord, Try
 from deployments.record.timeline import Arrival, Timeline
 from deployments.settings.schema import AppConfig, parse
-from deployments.watch.observatory.router_view import RouterView, hand_offs, request_body, router_view, scaling_rules
+from deployments.watch.observatory.router_view import RouterView, kv_transfers, request_body, router_view, scaling_rules
 from kvtransfer.pages import page_keys
-from replicas.types import HandOffReport
+from replicas.types import PdTransferReport
 from tests.unit.deployments.in_process import PAGE_SIZE, House, ScriptedReplica
 from tests.unit.deployments.sample_values import ask
 
@@ -76,17 +76,17 @@ async def test_a_request_is_told_with_its_row_its_page_keys_and_its_route(house:
     assert request_body(house.dispatcher, "nobody") is None
 
 
-async def test_hand_offs_that_have_ended_are_told_with_both_ends(house: House) -> None:
+async def test_kv_transfers_that_have_ended_are_told_with_both_ends(house: House) -> None:
     await serve(house, "one")
     record = house.dispatcher.routes.find("one")
     assert record is not None
-    assert hand_offs(record) == []
+    assert kv_transfers(record) == []
     [done] = record.tries
-    report = HandOffReport(transferred=False, num_bytes=64)
-    failed = Try(decision=done.decision, hand_off=report)
+    report = PdTransferReport(transferred=False, num_bytes=64)
+    failed = Try(decision=done.decision, kv_transfer=report)
     timeline = Timeline(Arrival(endpoint="chat", arrived_s=0.0), num_choices=1)
     twice = RouteRecord(rid="a1.0-x", timeline=timeline, tries=[failed, done])
-    assert hand_offs(twice) == [{"from": None, "to": "r0", "bytes": 64, "ok": False}]
+    assert kv_transfers(twice) == [{"from": None, "to": "r0", "bytes": 64, "ok": False}]
 
 
 def test_rules_are_told_of_roles_that_scale() -> None:

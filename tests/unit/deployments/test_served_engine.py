@@ -194,7 +194,7 @@ async def test_a_refusal_waits_for_its_lease(house: House, served: ServedEngine)
 
 
 async def test_a_replica_whose_transfer_thread_has_failed_is_unhealthy_and_says_so() -> None:
-    """Every hand-off to or from it would fail for ever; a new process has a new transfer service."""
+    """Every KV transfer to or from it would fail for ever; a new process has a new transfer service."""
     wire = FakeWire()
     engine, _ = fake_engine(wire=wire)
     served = ServedEngine(EngineLoop(engine), replica_id="r0", node_id="here")

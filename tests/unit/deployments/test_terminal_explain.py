@@ -113,7 +113,7 @@ TERMS = {
 }  # fmt: skip
 PAIR = {
     "prefill": "p1", "decode": "d1", "reason": "cheaper", "why": None, "best_prefill": "p1", "prefill_s": 1.1,
-    "hand_off_cost_s": 1.16, "local_cost_s": 3.2, "link_bytes_per_s": 1e9, "link_measured": True,
+    "kv_transfer_cost_s": 1.16, "local_cost_s": 3.2, "link_bytes_per_s": 1e9, "link_measured": True,
     "decode_replicas": [TERMS],
 }  # fmt: skip
 
@@ -124,23 +124,23 @@ PAIR = {
         (
             {"transferred": True, "reason": None, "num_pages": 107, "num_bytes": 78_000_000, "grant_s": 0.002,
              "wait_s": 1.2, "transfer_s": 0.06},
-            "Hand-off: 107 pages, 78MB in 60 ms (room after 2.0 ms, all there 1.20 s later)",
+            "KV transfer: 107 pages, 78MB in 60 ms (room after 2.0 ms, all there 1.20 s later)",
         ),
         (
             {"transferred": False, "reason": "peer silent", "num_pages": 0, "num_bytes": 0, "grant_s": 0.0,
              "wait_s": 0.0, "transfer_s": 0.0},
-            "Hand-off failed: peer silent; the prompt was computed where it decodes",
+            "KV transfer failed: peer silent; the prompt was computed where it decodes",
         ),
     ],
 )  # fmt: skip
-def test_a_hand_off_tells_its_costs_and_how_it_went(report: dict[str, Any], said: str) -> None:
-    body = answer(tried(pair=PAIR, hand_off=report, prefill_end=None, held_out={"p2": "hand-offs from it failed"}))
+def test_a_kv_transfer_tells_its_costs_and_how_it_went(report: dict[str, Any], said: str) -> None:
+    body = answer(tried(pair=PAIR, kv_transfer=report, prefill_end=None, held_out={"p2": "its transfers failed"}))
     blocks = plain(explain.drawn(body)).split("\n\n")
     assert blocks[3:6] == [
         "The prompt is handed over by p1 (cheaper): handing over costs 1.16 s, computing in place 3.20 s.",
         "   decode replica  cached  to receive  transfer   stall  slower  computed  received\n"
         ">  d1                   0        78MB     50 ms  2.00 s    0 ms    3.20 s     60 ms",
-        f"Not asked: p2, hand-offs from it failed\n{said}",
+        f"Not asked: p2, its transfers failed\n{said}",
     ]
 
 

@@ -51,12 +51,12 @@ def test_one_replica_tells_prefill_and_the_rest_of_the_wait_is_queue() -> None:
          StageTimes(queue_s=0.1, transfer_s=0.85, decode_s=0.5), 0.05, (0.0, 0.2, 0.5, 0.3, 0.5)),
         # the prefill leg has not told yet: all pages had come 0.8 s after they were granted, on their way for 0.2 s
         (101.0, None, StageTimes(queue_s=0.1, transfer_s=0.8), 0.2, (0.0, 0.2, 0.6, 0.2, 0.0)),
-        # the hand-off failed: the decode replica tells what it waited and computed
+        # the KV transfer failed: the decode replica tells what it waited and computed
         (101.5, StageTimes(queue_s=0.2, prefill_s=0.5),
          StageTimes(queue_s=0.1, prefill_s=0.4, transfer_s=0.3, decode_s=0.5), None, (0.0, 0.3, 0.4, 0.3, 0.5)),
     ],
 )  # fmt: skip
-def test_of_a_hand_off_both_legs_tell(
+def test_of_a_kv_transfer_both_legs_tell(
     ended_s: float, prefill: StageTimes | None, own: StageTimes, came_s: float | None, wanted: tuple[float, ...]
 ) -> None:
     """Sent 100.0, first token 101.0."""

@@ -23,7 +23,7 @@ from replicas.errors import InvalidConfig
 from routing.types import Role
 from tests.unit.deployments.in_process import House, ScriptedReplica
 from tests.unit.deployments.listening import answering, client_of
-from tests.unit.deployments.pair_in_process import Desks, HandOffReplica
+from tests.unit.deployments.pair_in_process import Desks, PdTransferReplica
 from tests.unit.deployments.test_http_life import leave_after_first_event
 
 SECRET = "The password of the harbour is swordfish"
@@ -314,7 +314,7 @@ async def test_a_client_that_leaves_has_its_span(service: Service, collector: Co
 @pytest.fixture
 async def pairs() -> AsyncIterator[House]:
     """A router that hands over what may be handed over."""
-    async with House(always_hand_off=True) as house:
+    async with House(always_kv_transfer=True) as house:
         yield house
 
 
@@ -325,10 +325,10 @@ async def run(house: House, *replicas: ScriptedReplica) -> RouteRecord:
     return record
 
 
-async def test_a_hand_off_has_a_span_with_both_ends_and_what_came(pairs: House) -> None:
+async def test_a_kv_transfer_has_a_span_with_both_ends_and_what_came(pairs: House) -> None:
     desks = Desks()
-    record = await run(pairs, HandOffReplica("p0", Role.PREFILL, desks), HandOffReplica("d0", Role.DECODE, desks))
-    report = record.tries[-1].hand_off
+    record = await run(pairs, PdTransferReplica("p0", Role.PREFILL, desks), PdTransferReplica("d0", Role.DECODE, desks))
+    report = record.tries[-1].kv_transfer
     assert report is not None
     stages = {stage.name: stage for stage in span_tree([record]).stages}
     assert list(stages) == ["manta.route", "manta.queue", "manta.prefill", "manta.kv_transfer", "manta.decode"]

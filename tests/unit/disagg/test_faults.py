@@ -96,7 +96,7 @@ def test_a_prefill_leg_that_ends_early_is_answered_at_once_and_its_pages_stay_un
 
 
 @pytest.mark.parametrize("how", ENDS)
-def test_a_decode_leg_whose_hand_off_fails_is_computed_here_and_one_that_is_gone_leaves_quarantine(how: str) -> None:
+def test_a_decode_leg_whose_kv_transfer_fails_is_computed_here_and_one_that_is_gone_leaves_quarantine(how: str) -> None:
     """SPEC H19: the pages of a failed room are in quarantine while the peer may write to them."""
     pair = started(how)
     bring(pair, pair.decode, "receiving")
@@ -272,7 +272,7 @@ def test_a_receiver_that_asks_for_pages_that_are_not_there_is_refused(first_page
     assert pair.decode.ids("a") == continuation(PROMPT, 8)
 
 
-def test_the_other_choices_go_on_when_the_hand_off_fails_or_choice_0_ends() -> None:
+def test_the_other_choices_go_on_when_the_kv_transfer_fails_or_choice_0_ends() -> None:
     pair = Pair()
     pair.ask("a", PROMPT, n=3, max_new_tokens=2)
     pair.until(pair.decode, "a", ReqState.RECEIVING)

@@ -7,7 +7,7 @@ import pytest
 
 from kvtransfer.types import PdTicket
 from replicas.request import ReqState
-from replicas.types import FinishReason, GenerateRequest, HandOff, PdLeg
+from replicas.types import FinishReason, GenerateRequest, PdLeg, PdTransfer
 from tests.fakes import continuation
 from tests.harness import ask
 from tests.pair import Pair
@@ -29,7 +29,7 @@ def fetching(pair: Pair, request: GenerateRequest, *, end_len: int = 44, within_
     ticket = PdTicket(
         room=pair.num_rooms, generation=0, prefill=pair.prefill.service.address, end_len=end_len, within_s=within_s
     )
-    return replace(request, hand_off=HandOff(leg=PdLeg.FETCH, ticket=ticket))
+    return replace(request, kv_transfer=PdTransfer(leg=PdLeg.FETCH, ticket=ticket))
 
 
 def quiet(pair: Pair) -> None:

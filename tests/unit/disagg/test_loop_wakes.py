@@ -8,7 +8,7 @@ import pytest
 
 from kvtransfer.types import PdTicket, ReceiveDrained, ReceiveFailed
 from replicas.engine.loop import IDLE_WAIT_S, EngineLoop
-from replicas.types import FinishReason, HandOff, PdLeg, TokenDelta
+from replicas.types import FinishReason, PdLeg, PdTransfer, TokenDelta
 from tests.fake_transfer_service import FakeWire
 from tests.fakes import continuation
 from tests.harness import ask, fake_engine
@@ -28,8 +28,8 @@ def test_an_engine_that_only_waits_for_a_peer_sleeps_until_its_transfer_service_
     loop, got = EngineLoop(engine), list[TokenDelta]()
     loop.start()
     ticket = PdTicket(room=1, generation=0, prefill=service.address)
-    hand_off = HandOff(leg=PdLeg.DECODE, ticket=ticket)
-    loop.submit(replace(ask("a", PROMPT), hand_off=hand_off), got.extend)
+    kv_transfer = PdTransfer(leg=PdLeg.DECODE, ticket=ticket)
+    loop.submit(replace(ask("a", PROMPT), kv_transfer=kv_transfer), got.extend)
     until(lambda: wire.room(1).order is not None)
     threading.Event().wait(0.1)
     before, began_s = len(looks), time.monotonic()

@@ -7,7 +7,7 @@ import pytest
 from kvtransfer.types import PdTicket
 from replicas.errors import InvalidRequest
 from replicas.request import CachedTokens, ReqState
-from replicas.types import FinishReason, HandOff, PdLeg
+from replicas.types import FinishReason, PdLeg, PdTransfer
 from tests.fakes import continuation
 from tests.harness import ask, fake_engine, retract
 from tests.pair import Pair
@@ -31,7 +31,7 @@ def test_the_decode_side_says_what_one_engine_would_and_the_prefill_side_nothing
     assert pair.decode.pages() == (51, 13, 0, 0, 0)  # 45 + 7 of the 8 tokens
     report = pair.decode.report("a")
     assert (report.transferred, report.reason, report.num_pages, report.num_bytes) == (True, None, 12, 1200)
-    assert all(delta.hand_off is None for delta in pair.decode.deltas[("a", 0)][1:])
+    assert all(delta.kv_transfer is None for delta in pair.decode.deltas[("a", 0)][1:])
 
 
 def test_pages_leave_chunk_by_chunk_and_the_states_are_those_of_the_life_cycle() -> None:
@@ -158,7 +158,7 @@ def test_the_choices_of_one_request_wait_for_the_prompt_and_share_it() -> None:
     for index in range(3):
         assert pair.decode.ids("a", index) == continuation(PROMPT, 2)
         assert pair.decode.end("a", index) is FinishReason.LENGTH
-    assert [pair.decode.deltas[("a", i)][0].hand_off is not None for i in range(3)] == [True, False, False]
+    assert [pair.decode.deltas[("a", i)][0].kv_transfer is not None for i in range(3)] == [True, False, False]
     assert pair.decode.engine.stats().prefill_tokens == 2  # two tails of 45 - 44
     assert pair.prefill.end("a") is FinishReason.HANDED_OFF
     assert ("a", 1) not in pair.prefill.deltas
@@ -207,7 +207,7 @@ def test_a_leg_is_refused_where_there_is_no_transfer_service() -> None:
     pair = Pair()
     prefill, _ = pair.legs(ask("a", PROMPT))
     engine, _ = fake_engine()
-    with pytest.raises(InvalidRequest, match="takes part in no hand-offs"):
+    with pytest.raises(InvalidRequest, match="takes part in no KV transfers"):
         engine.submit(prefill)
     assert engine.open_rids == []
 
@@ -217,8 +217,8 @@ def test_a_room_that_is_open_here_is_refused_a_second_time(leg: PdLeg) -> None:
     pair = Pair()
     ticket = PdTicket(room=7, generation=0, prefill=pair.prefill.service.address, end_len=44, within_s=60.0)
     side = pair.prefill if leg is PdLeg.PREFILL else pair.decode
-    side.submit(replace(ask("a", PROMPT), hand_off=HandOff(leg=leg, ticket=ticket)))
-    again = replace(ask("b", PROMPT), hand_off=HandOff(leg=leg, ticket=replace(ticket, generation=1)))
+    side.submit(replace(ask("a", PROMPT), kv_transfer=PdTransfer(leg=leg, ticket=ticket)))
+    again = replace(ask("b", PROMPT), kv_transfer=PdTransfer(leg=leg, ticket=replace(ticket, generation=1)))
     with pytest.raises(InvalidRequest, match="room 7 belongs to request a here"):
         side.submit(again)
     assert side.engine.open_rids == ["a"]
@@ -230,8 +230,8 @@ def test_an_engine_plays_both_sides_at_once() -> None:
     pair.ask("there", PROMPT)
     ticket = PdTicket(room=99, generation=0, prefill=pair.decode.service.address)
     back = ask("back", PROMPT[5:])
-    pair.decode.submit(replace(back, hand_off=HandOff(leg=PdLeg.PREFILL, ticket=ticket)))
-    pair.prefill.submit(replace(back, hand_off=HandOff(leg=PdLeg.DECODE, ticket=ticket)))
+    pair.decode.submit(replace(back, kv_transfer=PdTransfer(leg=PdLeg.PREFILL, ticket=ticket)))
+    pair.prefill.submit(replace(back, kv_transfer=PdTransfer(leg=PdLeg.DECODE, ticket=ticket)))
     pair.decode.submit(ask("own", PROMPT[9:]))
     pair.run()
     assert pair.decode.ids("there") == continuation(PROMPT, 8)
@@ -266,7 +266,7 @@ def test_the_cache_is_not_flushed_under_a_peer() -> None:
     assert pair.prefill.pages() == (64, 0, 0, 0, 0)
 
 
-def test_a_hand_off_that_fails_is_reported_before_the_prompt_is_computed() -> None:
+def test_a_kv_transfer_that_fails_is_reported_before_the_prompt_is_computed() -> None:
     """The router needs the report at once: from then on the prefill replica does not matter."""
     pair = Pair(chunked_prefill_size=16)
     pair.ask("a", PROMPT)
@@ -275,10 +275,10 @@ def test_a_hand_off_that_fails_is_reported_before_the_prompt_is_computed() -> No
     pair.until(pair.decode, "a", ReqState.PREFILLING)
     [failed] = pair.decode.deltas[("a", 0)]
     assert failed.is_report
-    assert failed.hand_off is not None
-    assert (failed.hand_off.transferred, failed.hand_off.reason) == (False, "cut")
+    assert failed.kv_transfer is not None
+    assert (failed.kv_transfer.transferred, failed.kv_transfer.reason) == (False, "cut")
     pair.run()
-    assert all(delta.hand_off is None for delta in pair.decode.deltas[("a", 0)][1:])
+    assert all(delta.kv_transfer is None for delta in pair.decode.deltas[("a", 0)][1:])
     assert pair.decode.end("a") is FinishReason.LENGTH
 
 

@@ -110,12 +110,12 @@ def test_a_request_that_was_complete_when_it_came_spent_nothing() -> None:
     assert ends(deltas) == {("a", 0): StageTimes()}
 
 
-def test_both_legs_of_a_hand_off_report_their_own_times() -> None:
+def test_both_legs_of_a_kv_transfer_report_their_own_times() -> None:
     pair = Pair()
     pair.ask("a", range(10), max_new_tokens=4)
     pair.run()
     received, _ = last(pair.decode, "a")
-    report = next(delta.hand_off for delta in pair.decode.deltas["a", 0] if delta.hand_off is not None)
+    report = next(delta.kv_transfer for delta in pair.decode.deltas["a", 0] if delta.kv_transfer is not None)
     assert received.queue_s == report.grant_s
     assert received.transfer_s == pytest.approx(report.wait_s)
     assert (received.prefill_s, received.decode_s > 0) == (0.0, True)

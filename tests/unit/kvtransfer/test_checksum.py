@@ -1,4 +1,4 @@
-"""Digests of pages, and the hashes of K and V that show a hand-off changed nothing (SPEC J01, J03)."""
+"""Digests of pages, and the hashes of K and V that show a KV transfer changed nothing (SPEC J01, J03)."""
 
 import numpy as np
 import pytest

@@ -148,7 +148,7 @@ def test_pages_and_meta_arrive_in_two_chunks_and_both_sides_end_well(make: Make,
     assert p.service.drain_write_times() == d.service.drain_write_times() == []
 
 
-def hand_off(p: Engine, d: Engine, *, room: int) -> None:
+def kv_transfer(p: Engine, d: Engine, *, room: int) -> None:
     """One that goes well."""
     begin(p, d, room=room)
     p.service.send_last(room, 0, page_ids(3, 4, 1, 7), meta(p))
@@ -198,7 +198,7 @@ def test_a_peer_that_never_answers_fails_the_room_after_the_call_timeout_and_sta
         address = replace(p.service.address, port=silent.getsockname()[1], incarnation="silent")
         start_s = time.monotonic()
         receive(d, address, page_ids(1), room=9)
-        hand_off(p, d, room=1)
+        kv_transfer(p, d, room=1)
         assert d.of(9) == [] or time.monotonic() - start_s >= 1.0
         d.wait(ReceiveDrained, 9)
         assert time.monotonic() - start_s >= 1.0
@@ -211,12 +211,12 @@ def test_a_room_that_is_open_here_is_not_opened_again(make: Make) -> None:
         receive(d, p, page_ids(1))
     d.service.abort_receive(1)
     d.wait(ReceiveDrained, 1)
-    hand_off(p, d, room=2)
+    kv_transfer(p, d, room=2)
 
 
 def test_a_transfer_service_that_closes_waits_until_no_peer_writes_into_its_pages(make: Make) -> None:
     p, d = make(seed=1), make(seed=2)
-    hand_off(p, d, room=1)
+    kv_transfer(p, d, room=1)
     begin(p, d, room=2)
     d.service.close()
     p.wait(SendDrained, 2)
@@ -258,7 +258,7 @@ def test_descriptors_are_flat_while_peers_come_and_go_and_all_are_given_back(mak
     d = make(seed=2)
     for room in range(8):
         p = make(seed=1)
-        hand_off(p, d, room=room)
+        kv_transfer(p, d, room=room)
         p.service.close()
         if room == 0:
             first = len(os.listdir("/proc/self/fd"))

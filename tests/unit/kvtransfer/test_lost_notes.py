@@ -21,7 +21,7 @@ def test_late_and_malformed_notes_of_every_rank_are_late_messages_and_early_ones
     forgotten: late, on both ranks. What rank 1 cannot read is counted too."""
     net = Net()
     p, d = net.add(tp=1), net.add(tp=2)
-    assert net.hand_off(p, d, num_pages=1) is not None
+    assert net.kv_transfer(p, d, num_pages=1) is not None
     net.run(0.3)
     assert counted(d) == (0, 0)
     for room in (7, 8):

@@ -1,4 +1,4 @@
-"""The events of a hand-off: their fields, and that they cost nothing while they are off."""
+"""The events of a KV transfer: their fields, and that they cost nothing while they are off."""
 
 import json
 import logging
@@ -102,7 +102,7 @@ def test_every_write_of_every_rank_is_an_event(events: pytest.LogCaptureFixture,
     """SPEC J02: 5 pages, 2 a write, are 3 writes of each rank; a page of all heads has 3,072 bytes."""
     net = Net()
     prefill, decode = net.add(tp=tp), net.add()
-    room = net.hand_off(prefill, decode, num_pages=5)
+    room = net.kv_transfer(prefill, decode, num_pages=5)
     assert room is not None
     while room.given < 0:
         net.run(0.1)
@@ -130,7 +130,7 @@ def test_verbose_logging_does_not_turn_it_on(caplog: pytest.LogCaptureFixture) -
 def test_a_write_whose_observation_fails_raises_nothing_on_the_thread_of_transfers(
     events: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """SPEC L10, J02: that thread would end with it, and every hand-off of the replica."""
+    """SPEC L10, J02: that thread would end with it, and every KV transfer of the replica."""
     monkeypatch.setattr(observe, "_emit", None)
     for rid in "ab":
         observe.transfer_submit(

@@ -21,7 +21,7 @@ def pair() -> tuple[Net, SimEngine, SimEngine]:
 
 def begun(net: Net, p: SimEngine, d: SimEngine) -> Room:
     """A room of 3 pages that is ready, over a link that is up."""
-    room = net.hand_off(p, d, num_pages=3)
+    room = net.kv_transfer(p, d, num_pages=3)
     assert room is not None
     net.run(0.2)
     assert room.sends == ["SendReady"]
@@ -82,7 +82,7 @@ def test_a_suspect_gets_no_new_room_until_it_has_said_hello() -> None:
     begun(net, p, d)
     net.hang(p)
     net.run(SILENT_S + 0.5)
-    refused = net.hand_off(p, d, num_pages=2, leg=False)
+    refused = net.kv_transfer(p, d, num_pages=2, leg=False)
     assert refused is not None
     net.turn()
     assert refused.receives == ["ReceiveFailed", "ReceiveDrained"]  # at once, nothing was sent
@@ -223,7 +223,7 @@ def test_a_peer_that_says_hello_is_not_dead_although_it_cannot_be_dialled() -> N
     del net.listeners[p.address.port]
     net.run(0.3)
     assert room.receives == ["ReceiveFailed"]
-    net.hand_off(d, p, num_pages=2)
+    net.kv_transfer(d, p, num_pages=2)
     net.run(0.3)
     net.listeners[p.address.port] = p
     net.run(0.1)
@@ -332,7 +332,7 @@ def test_one_peer_that_hangs_holds_up_no_room_of_another() -> None:
     net, p, d = pair()
     other = net.add()
     fine = begun(net, p, other)
-    stuck = net.hand_off(p, d, num_pages=8)  # 4 writes
+    stuck = net.kv_transfer(p, d, num_pages=8)  # 4 writes
     assert stuck is not None
     net.run(0.2)
     net.hang(d)
@@ -346,8 +346,8 @@ def test_one_peer_that_hangs_holds_up_no_room_of_another() -> None:
 
 def test_many_rooms_of_one_peer_take_turns() -> None:
     net, p, d = pair()
-    long = net.hand_off(p, d, num_pages=8)
-    short = net.hand_off(p, d, num_pages=2)
+    long = net.kv_transfer(p, d, num_pages=8)
+    short = net.kv_transfer(p, d, num_pages=2)
     assert long is not None
     assert short is not None
     net.run(0.2)
@@ -396,7 +396,7 @@ def test_a_message_of_another_generation_or_receiver_is_dropped_and_counted() ->
 
 def test_a_leg_that_comes_after_its_receiver_gave_up_fails_at_once() -> None:
     net, p, d = pair()
-    room = net.hand_off(p, d, num_pages=3, leg=False)
+    room = net.kv_transfer(p, d, num_pages=3, leg=False)
     assert room is not None
     net.run(0.2)
     d.core.abort_receive(room.number)
@@ -420,7 +420,7 @@ def test_an_open_with_pages_that_cannot_be_is_refused(pages: tuple[int, ...]) ->
         net.now,
     )
     assert p.core.stats().rooms_sending == 1  # the first one alone
-    refused = net.hand_off(p, d, num_pages=3, leg=False)
+    refused = net.kv_transfer(p, d, num_pages=3, leg=False)
     assert refused is not None
     refused.number = 99
     p.expect(refused)

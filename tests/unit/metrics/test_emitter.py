@@ -27,10 +27,10 @@ def test_what_another_process_emits_is_refused(emitter: Emitter) -> None:
 
 def test_what_needs_prefill_and_decode_apart_is_refused_without() -> None:
     with pytest.raises(ValueError, match="emitted only where prefill and decode are apart"):
-        Emitter(Process.ROUTER, WHO).counter("router_hand_offs_total", outcome="error")
+        Emitter(Process.ROUTER, WHO).counter("router_kv_transfers_total", outcome="error")
     apart = Emitter(Process.ROUTER, WHO, disaggregated=True)
-    apart.counter("router_hand_offs_total", outcome="error").inc()
-    assert Scraped(apart.registry).value("router_hand_offs_total", outcome="error") == 1
+    apart.counter("router_kv_transfers_total", outcome="error").inc()
+    assert Scraped(apart.registry).value("router_kv_transfers_total", outcome="error") == 1
 
 
 def test_an_objective_is_a_bound_of_its_histogram_in_its_place() -> None:

@@ -204,7 +204,7 @@ def test_drafted_tokens_are_counted_by_source_and_outcome() -> None:
     assert seen.values("scheduler_draft_tokens_total", "outcome") == {"accepted": 5, "rejected": 11}
 
 
-def test_hand_offs_are_told_where_the_engine_takes_part_in_any() -> None:
+def test_kv_transfers_are_told_where_the_engine_takes_part_in_any() -> None:
     assert "manta_transfer" not in scrape(stats()).text
     service = TransferStats(
         rooms_receiving=2, rooms_draining=1, peers=3, sent_bytes=500, sends_done=4, receives_failed=5,
@@ -217,7 +217,7 @@ def test_hand_offs_are_told_where_the_engine_takes_part_in_any() -> None:
     assert seen.value("transfer_oldest_drain_seconds") == 1.5
 
 
-def test_what_a_decode_replica_waited_for_a_hand_off_is_counted() -> None:
+def test_what_a_decode_replica_waited_for_a_kv_transfer_is_counted() -> None:
     pair = Pair()
     pair.ask("a", range(1, 13))
     pair.run()

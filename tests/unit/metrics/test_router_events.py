@@ -18,11 +18,11 @@ from deployments.watch.metrics.emitter import Emitter, Identity
 from deployments.watch.metrics.router_events import RETRIES, RouterEvents
 from deployments.watch.metrics.router_metrics import RouterFigures
 from replicas.errors import Fault, InvalidRequest, MantaError
-from replicas.types import AdapterRef, Finish, FinishReason, GenerateRequest, HandOffReport, TokenDelta
+from replicas.types import AdapterRef, Finish, FinishReason, GenerateRequest, PdTransferReport, TokenDelta
 from routing.types import NoReplica, PageFetch, Role
 from tests.scraped import Scraped
 from tests.unit.deployments.in_process import PAGE_SIZE, House, ScriptedReplica
-from tests.unit.deployments.pair_in_process import Desks, HandOffReplica
+from tests.unit.deployments.pair_in_process import Desks, PdTransferReplica
 from tests.unit.deployments.sample_values import ask, stats
 
 JUDGED = [(slo, met) for slo in ("ttft", "itl") for met in ("true", "false")]
@@ -42,7 +42,7 @@ class Watched:
     """A house whose requests are counted."""
 
     def __init__(self, *, apart: bool = False) -> None:
-        self.house = House(max_wait_s=10.0, always_hand_off=apart)
+        self.house = House(max_wait_s=10.0, always_kv_transfer=apart)
         who = Identity(model="m", role="router", replica="router")
         self.emitter = Emitter(Process.ROUTER, who, disaggregated=apart)
         self.house.dispatcher.watch = RouterEvents(
@@ -323,29 +323,29 @@ async def test_a_member_that_has_not_attached_is_starting(watched: Watched) -> N
 
 
 @pytest.mark.parametrize("came", [True, False])
-async def test_hand_offs_and_why_they_were_decided_are_counted(came: bool) -> None:
+async def test_kv_transfers_and_why_they_were_decided_are_counted(came: bool) -> None:
     watched, desks = Watched(apart=True), Desks()
     await watched.house.start()
     ends = None if came else Finish(reason=FinishReason.ERROR, fault=Fault.INTERNAL)
-    watched.house.add(HandOffReplica("p0", Role.PREFILL, desks, leg_ends=ends))
-    watched.house.add(HandOffReplica("d0", Role.DECODE, desks))
+    watched.house.add(PdTransferReplica("p0", Role.PREFILL, desks, leg_ends=ends))
+    watched.house.add(PdTransferReplica("d0", Role.DECODE, desks))
     async with asyncio.timeout(30):
         while len(watched.house.router.views) < 2:
             await asyncio.sleep(0.005)
     await watched.run(dataclasses.replace(ask(), rid="a.0-me"))
     seen = await watched.scrape()
-    assert seen.value("router_pair_decisions_total", reason="hand_off_always") == 1
+    assert seen.value("router_pair_decisions_total", reason="kv_transfer_always") == 1
     expected = {"ok": 1, "error": 0} if came else {"ok": 0, "error": 1}
-    assert seen.values("router_hand_offs_total", "outcome") == expected
+    assert seen.values("router_kv_transfers_total", "outcome") == expected
     assert seen.value("requests_total", endpoint="chat", outcome="ok") == 1
     [record] = watched.house.dispatcher.routes.recent()
     fetch = PageFetch(
         donor_id="p0", end_tokens=32, num_tokens=32, num_bytes=1000, took_s=0.1, compute_s=1.0, within_s=1.0,
         donor_ttft_s=2.0,
     )  # fmt: skip
-    report = HandOffReport(transferred=came, num_bytes=500, grant_s=0.25, wait_s=0.5)  # half of what was expected
+    report = PdTransferReport(transferred=came, num_bytes=500, grant_s=0.25, wait_s=0.5)  # half of what was expected
     decision = dataclasses.replace(record.tries[0].decision, fetch=fetch)
-    watched.house.dispatcher.watch.tried(dataclasses.replace(record.tries[0], decision=decision, hand_off=report))
+    watched.house.dispatcher.watch.tried(dataclasses.replace(record.tries[0], decision=decision, kv_transfer=report))
     seen = await watched.scrape()
     assert seen.values("router_fetches_total", "outcome") == expected
     assert seen.value("router_fetch_seconds_total") == 0.75

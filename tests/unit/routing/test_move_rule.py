@@ -7,7 +7,7 @@ from random import Random
 import numpy as np
 import pytest
 
-from routing.moves import ASK_AGAIN_S, Move, Waiting, moves
+from routing.migration import ASK_AGAIN_S, Migration, Waiting, moves
 from routing.router import Router
 from routing.types import Ending, ReplicaView, Role, RouteOutcome, RouteQuery
 
@@ -41,10 +41,10 @@ class Fleet:
         self.now_s += 0.001
         return self.waiting[-1]
 
-    def look(self, waiting: Sequence[Waiting] | None = None) -> list[Move]:
+    def look(self, waiting: Sequence[Waiting] | None = None) -> list[Migration]:
         return list(moves(self.router, self.waiting if waiting is None else waiting, self.now_s))
 
-    def give_back(self, move: Move) -> None:
+    def give_back(self, move: Migration) -> None:
         """The replica has given the request back, and it goes on."""
         self.router.done(move.waiting.decision, MOVED)
         move.waiting.decision = move.decision

@@ -39,7 +39,7 @@ def view(replica_id: str, *, time_s: float = 0.0, rate: float = 1_000.0, **more:
 
 
 def router(*views: ReplicaView, always: bool = False, seed: int = 0) -> Router:
-    made = Router("estimated_ttft", Random(seed), lambda: 0.0, always_hand_off=always)
+    made = Router("estimated_ttft", Random(seed), lambda: 0.0, always_kv_transfer=always)
     made.update(views)
     return made
 
@@ -60,7 +60,7 @@ def test_with_nobody_to_disturb_the_decode_replica_computes_the_prompt_itself() 
     assert (decision.replica_id, decision.prefill_id, pair.reason) == ("d0", None, PairReason.LOCAL)
     assert decision.predicted_ttft_s == 1.0
     assert pair.chosen.local_cost_s == 1.0
-    assert pair.hand_off_cost_s == pytest.approx(1.0 + 0.063 + OVERHEAD_S)
+    assert pair.kv_transfer_cost_s == pytest.approx(1.0 + 0.063 + OVERHEAD_S)
 
 
 def test_a_prefill_replica_pays_for_the_fixed_part_of_a_step_too() -> None:
@@ -104,7 +104,7 @@ def test_prompts_handed_over_are_no_reason_to_hand_over_more() -> None:
 
 
 def test_a_prefix_on_the_decode_replica_keeps_it_there() -> None:
-    """992 of 1,000 tokens are cached: 8 tokens delay three requests by 24 ms, less than a hand-off costs."""
+    """992 of 1,000 tokens are cached: 8 tokens delay three requests by 24 ms, less than a KV transfer costs."""
     made = router(view("p0"), view("d0", num_running=3))
     made.done(made.choose(query(one_replica="test")), FINISHED)
     pair = pair_of(made.choose(query()))
@@ -164,7 +164,7 @@ def test_a_decode_replica_without_room_is_passed_over() -> None:
 def test_without_a_prefill_replica_the_decode_replica_does_all() -> None:
     made = router(view("d0", num_running=3))
     pair = pair_of(made.choose(query()))
-    assert (pair.prefill_id, pair.reason, pair.hand_off_cost_s) == (None, PairReason.NO_PREFILL, None)
+    assert (pair.prefill_id, pair.reason, pair.kv_transfer_cost_s) == (None, PairReason.NO_PREFILL, None)
 
 
 def test_a_request_that_needs_one_replica_gets_one_and_the_reason_is_told() -> None:
@@ -202,7 +202,7 @@ def test_what_the_decode_replica_had_cached_is_held_against_what_was_predicted_o
     made.apply("p0", [KeysStored(1, page_keys(np.array(PROMPT[:320], dtype=np.int32), 16, ""))])
     decision = made.choose(query())
     assert (decision.prefill_id, decision.overlap_tokens) == ("p0", 320)
-    made.done(decision, RouteOutcome(ending=Ending.OK, cached_tokens=320, ttft_s=1.0, hand_off_failed=failed))
+    made.done(decision, RouteOutcome(ending=Ending.OK, cached_tokens=320, ttft_s=1.0, kv_transfer_failed=failed))
     assert made.errors.cached_bias_tokens == bias
 
 
@@ -222,7 +222,7 @@ def test_the_decision_in_words_has_every_term() -> None:
     ]  # fmt: skip
 
 
-def test_the_link_is_as_fast_as_three_of_four_telling_hand_offs_at_most() -> None:
+def test_the_link_is_as_fast_as_three_of_four_telling_kv_transfers_at_most() -> None:
     link = LinkRates()
     assert (link.measured, link.bytes_per_s) == (False, ASSUMED_BYTES_PER_S)
     link.record(1000, 0.001)  # too small to tell
@@ -244,7 +244,7 @@ def test_the_shortest_wait_is_over_both_ways_and_needs_room_where_it_decodes() -
     assert router(view("p0"), full).choose(query()).shortest_wait_s == pytest.approx(100 * 0.02 * 51 / 50)
 
 
-def test_the_shortest_wait_is_that_for_the_hand_off_where_every_prompt_is_handed_over() -> None:
+def test_the_shortest_wait_is_that_for_the_kv_transfer_where_every_prompt_is_handed_over() -> None:
     """9 s of prompts wait at p0; d0 is idle, but may compute only what cannot be handed over."""
     busy = view("p0", queued_uncached_tokens=9_000)
     assert router(busy, view("d0")).choose(query()).shortest_wait_s == 0.0

@@ -110,7 +110,7 @@ def test_two_processes_answer_as_one_over_nixl(processes: Processes) -> None:
         length = (1, 16, 33, 100)[seed % 4]
         prompt = tiny_prompt(length, seed // 8)
         told = check_processes(processes, prompt, (GREEDY, SEEDED)[seed % 2])
-        report = told[0].hand_off
+        report = told[0].kv_transfer
         assert report is not None
         assert {delta.usage.prompt_tokens for delta in told} == {length}
         assert {delta.usage.cached_tokens for delta in told} == {told[-1].usage.cached_tokens}
@@ -122,7 +122,7 @@ def test_two_processes_answer_as_one_over_nixl(processes: Processes) -> None:
 
 
 @pytest.mark.model
-def test_a_hand_off_of_a_request_with_an_adapter(processes: Processes, tmp_path: Path) -> None:
+def test_a_kv_transfer_of_a_request_with_an_adapter(processes: Processes, tmp_path: Path) -> None:
     """Both sides load it; the answer is that of one engine, and not the model's own. The pages of the same prompt that
     the decode side has from the model alone are not the request's."""
     model = Path(processes.unified.config.model.path)
@@ -133,8 +133,8 @@ def test_a_hand_off_of_a_request_with_an_adapter(processes: Processes, tmp_path:
     assert processes.unified.executor.adapters is not None
     processes.unified.executor.adapters.load(ref, ())
     told = check_processes(processes, prompt, GREEDY, adapter=ref)
-    assert told[0].hand_off is not None
-    assert told[0].hand_off.num_pages == 7  # all of the prompt's
+    assert told[0].kv_transfer is not None
+    assert told[0].kv_transfer.num_pages == 7  # all of the prompt's
     assert [token for delta in told for token in delta.token_ids] != [i for delta in own for i in delta.token_ids]
     check_balance(processes)
 
@@ -153,8 +153,8 @@ def test_two_processes_hand_recurrent_states_over_with_the_ids_of_transformers(t
             decode.submit(second)
             told = decode.finish("asked")
             assert prefill.finish("asked")[-1].finish == Finish(reason=FinishReason.HANDED_OFF)
-            assert told[0].hand_off is not None
-            assert told[0].hand_off.transferred, told[0].hand_off.reason
+            assert told[0].kv_transfer is not None
+            assert told[0].kv_transfer.transferred, told[0].kv_transfer.reason
             assert_greedy(model, prompt.tolist(), [token for delta in told for token in delta.token_ids])
         assert decode.stats().prefill_tokens == 0
         for end in (prefill, decode):

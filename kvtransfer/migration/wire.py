@@ -48,7 +48,7 @@ def hit_rate(hits: int, idle_s: float) -> float:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MoveAddress:
+class MigrationAddress:
     """Where a replica listens for pages, and the secret of that listener."""
 
     peer: PeerAddress
@@ -114,7 +114,7 @@ _ENCODER = Encoder()
 _DECODER: Decoder[Message] = Decoder(Message)
 
 
-class MoveStream:
+class MigrationStream:
     """One connection over which pages move, after `meet`."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -123,12 +123,12 @@ class MoveStream:
         writer.transport.set_write_buffer_limits(high=BUFFER_BYTES)
 
     @staticmethod
-    async def dial(address: MoveAddress, hello: PeerHello) -> "MoveStream":
+    async def dial(address: MigrationAddress, hello: PeerHello) -> "MigrationStream":
         """Connect and authenticate. Raises: PeerLost, NotAuthenticated, BadMessage, IncompatibleLayout."""
         peer = address.peer
         try:
             async with asyncio.timeout(PEER_S):
-                stream = MoveStream(*await asyncio.open_connection(peer.host, peer.port, limit=BUFFER_BYTES))
+                stream = MigrationStream(*await asyncio.open_connection(peer.host, peer.port, limit=BUFFER_BYTES))
         except (OSError, TimeoutError) as error:
             raise PeerLost(f"{peer.host}:{peer.port} cannot be reached: {error!r}") from error
         try:

@@ -20,7 +20,7 @@ def begin(net: Net, chance: random.Random) -> None:
         prefill, num_pages = chance.choice(net.engines), chance.randint(1, 4)
         leg = prefill.alive and not prefill.hung and chance.random() < 0.8
         decode, first_page = chance.choice(awake), chance.randint(0, num_pages)
-        net.hand_off(prefill, decode, num_pages=num_pages, first_page=first_page, leg=leg)
+        net.kv_transfer(prefill, decode, num_pages=num_pages, first_page=first_page, leg=leg)
     elif kind == "leg" and late:
         room = chance.choice(late)
         room.prefill.expect(room)

@@ -17,7 +17,7 @@ from deployments.channel.channel_client import ChannelClient
 from deployments.dispatch.attempt import Attempt
 from deployments.record.route_log import RequestWatch
 from replicas.types import GenerateRequest, SamplingParams, TokenDelta
-from routing.moves import Cause, Move, Waiting
+from routing.migration import Cause, Migration, Waiting
 from routing.types import NoReplica
 from tests.fakes import continuation
 from tests.pairwise import ALL
@@ -88,7 +88,7 @@ def ask_back(house: House, attempt: Attempt, waiting: Waiting) -> None:
     elsewhere = replace(waiting.query, excluded=frozenset({waiting.decision.replica_id}))
     with contextlib.suppress(NoReplica):
         decision = house.router.choose(elsewhere)
-        attempt.ask_back(Move(waiting=waiting, decision=decision, cause="freed", wait_s=0.0))
+        attempt.ask_back(Migration(waiting=waiting, decision=decision, cause="freed", wait_s=0.0))
 
 
 async def break_things(replicas: list[Replica], rng: Random) -> None:

@@ -38,7 +38,7 @@ class Waiting:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Move:
+class Migration:
     """A request whose replica is to be asked, and where it goes then: a decision that is open beside the first one."""
 
     waiting: Waiting
@@ -47,7 +47,7 @@ class Move:
     wait_s: float  # until its prompt would begin where it is
 
 
-def moves(router: Router, waiting: Iterable[Waiting], now_s: float) -> Iterator[Move]:
+def moves(router: Router, waiting: Iterable[Waiting], now_s: float) -> Iterator[Migration]:
     """Yield what should move now, the oldest first."""
     looked_at = sorted(waiting, key=lambda each: each.arrived_s)[:MOST_LOOKED_AT]
     if not looked_at or not router.moves or router.spread_s <= MOVE_GAIN_S:
@@ -67,7 +67,7 @@ def moves(router: Router, waiting: Iterable[Waiting], now_s: float) -> Iterator[
         if second.decision is not None:
             each.asked_s = now_s
             cause = _cause(each.decision, second, router)
-            yield Move(waiting=each, decision=second.decision, cause=cause, wait_s=second.wait_s)
+            yield Migration(waiting=each, decision=second.decision, cause=cause, wait_s=second.wait_s)
 
 
 def _cause(first: Decision, second: Second, router: Router) -> Cause:

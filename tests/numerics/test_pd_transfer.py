@@ -1,5 +1,5 @@
 """Same answer from two replicas as from one: ids, text, logprobs, usage, the cut into deltas (SPEC H16). Here
-by memcpy within one process; test_hand_off_nixl.py compares processes.
+by memcpy within one process; test_pd_transfer_nixl.py compares processes.
 
 {miss, D holds part, D holds all, P holds part, on the device or the host} x {one chunk, many} x {page 1, 16} x {greedy,
 models: every two of these values meet (tests/pairwise.py), with prompts of four lengths; and SmolLM2's first blocks.

@@ -10,7 +10,7 @@ Thread:    the replica's event loop.
 from collections.abc import Sequence
 from typing import Generic, TypeVar
 
-from kvtransfer.moves.wire import Path
+from kvtransfer.migration.wire import Path
 
 OFFER_BYTES = 16 << 20  # of tokens in one offer
 Target = TypeVar("Target")

@@ -12,7 +12,7 @@ from deployments.http.arrivals import header_part
 from deployments.record.route_forms import record_body, request_row
 from deployments.record.route_log import RouteRecord
 from replicas.types import TokenDelta
-from routing.moves import Move
+from routing.migration import Migration
 from tests.unit.deployments.in_process import House, ScriptedReplica
 from tests.unit.deployments.sample_values import ids
 from tests.unit.deployments.slow_replica import SlowReplica
@@ -95,7 +95,7 @@ async def test_a_move_is_told_as_a_try_and_not_as_a_retry(house: House, slow: li
     await asyncio.gather(*tasks)
     moved = record(house, "a1.0-me")
     body, row = record_body(moved, router_id="router"), request_row(moved, router_id="router")
-    assert (body["num_retries"], body["num_moves"]) == (0, 1)
+    assert (body["num_retries"], body["num_migrations"]) == (0, 1)
     assert [(each["moved"], each["outcome"]) for each in body["tries"]] == [("join", "moved"), (None, "ok")]
     assert "Outcome: it waited there, and moved to begin sooner." in body["explanation"]
     assert (row["tries"], [each["moved"] for each in row["tries_at"]]) == (1, ["join", None])
@@ -140,7 +140,7 @@ async def test_a_request_that_its_replica_keeps_is_not_asked_for_again(house: Ho
     await house.ready(other)
     [(attempt, waiting)] = house.dispatcher._running.items()
     elsewhere = house.router.choose(replace(waiting.query, excluded=frozenset({"r0"})))
-    attempt.ask_back(Move(waiting=waiting, decision=elsewhere, cause="freed", wait_s=1.0))
+    attempt.ask_back(Migration(waiting=waiting, decision=elsewhere, cause="freed", wait_s=1.0))
     await until_async(lambda: replica.kept == ["a0.0-me"])
     assert (house.router.num_open, attempt.may_wait) == (2, True)
     assert replica._client is not None

@@ -14,7 +14,7 @@ from tests.transfer_net import Net, SimEngine, endings
 which = st.integers(0, 100)
 
 
-class HandOffRooms(RuleBasedStateMachine):
+class PdTransferRooms(RuleBasedStateMachine):
     @initialize(seed=st.integers(0, 1000), tps=st.sampled_from([(1, 1, 1), (2, 1, 2), (1, 3, 1)]))
     def start(self, seed: int, tps: tuple[int, ...]) -> None:
         self.net = Net(seed)
@@ -28,11 +28,11 @@ class HandOffRooms(RuleBasedStateMachine):
     @rule(
         p=st.integers(0, 2), d=st.integers(0, 2), pages=st.integers(1, 4), prefix=st.integers(0, 4), leg=st.booleans()
     )
-    def hand_off(self, p: int, d: int, pages: int, prefix: int, leg: bool) -> None:
+    def kv_transfer(self, p: int, d: int, pages: int, prefix: int, leg: bool) -> None:
         """Any engine plays any side; the peer may hang or be dead, before any other knows."""
         prefill, decode = self.net.engines[p], self.net.engines[d]
         if decode.alive and not decode.hung:
-            self.net.hand_off(
+            self.net.kv_transfer(
                 prefill,
                 decode,
                 num_pages=pages,
@@ -143,5 +143,5 @@ class HandOffRooms(RuleBasedStateMachine):
             engine.check()
 
 
-HandOffRooms.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
-test_every_room_ends_as_promised_whatever_happens = HandOffRooms.TestCase
+PdTransferRooms.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+test_every_room_ends_as_promised_whatever_happens = PdTransferRooms.TestCase

@@ -17,15 +17,15 @@ from deployments.dispatch.dispatcher import NO_HINTS, query_of
 from deployments.dispatch.leases import ReplicaGone
 from deployments.http.admin import load_of
 from deployments.http.arrivals import header_part
-from deployments.record.route_forms import hand_off_body, pair_body, record_body
+from deployments.record.route_forms import kv_transfer_body, pair_body, record_body
 from deployments.record.route_log import Try
 from replicas.errors import Fault, Overloaded, StepFailed
-from replicas.types import Finish, FinishReason, GenerateRequest, HandOffReport, PdLeg, RetryAs, TokenDelta
-from routing.moves import Move, Waiting
+from replicas.types import Finish, FinishReason, GenerateRequest, PdLeg, PdTransferReport, RetryAs, TokenDelta
+from routing.migration import Migration, Waiting
 from routing.types import Ending, NoReplica, Pair, PairReason, Role, RouteOutcome
 from tests.harness import Clock
 from tests.unit.deployments.in_process import House, ScriptedReplica
-from tests.unit.deployments.pair_in_process import Desks, HandOffReplica
+from tests.unit.deployments.pair_in_process import Desks, PdTransferReplica
 from tests.unit.deployments.sample_values import ask, ids, stats
 from tests.waiting import until_async
 
@@ -36,14 +36,14 @@ class Pairs:
     """A house whose replicas hand over whatever may be handed over."""
 
     def __init__(self) -> None:
-        self.house = House(always_hand_off=True)
+        self.house = House(always_kv_transfer=True)
         self.desks = Desks()
 
-    def prefill(self, replica_id: str = "p0", **how: Any) -> HandOffReplica:
-        return HandOffReplica(replica_id, Role.PREFILL, self.desks, **how)
+    def prefill(self, replica_id: str = "p0", **how: Any) -> PdTransferReplica:
+        return PdTransferReplica(replica_id, Role.PREFILL, self.desks, **how)
 
-    def decode(self, replica_id: str = "d0", **how: Any) -> HandOffReplica:
-        return HandOffReplica(replica_id, Role.DECODE, self.desks, **how)
+    def decode(self, replica_id: str = "d0", **how: Any) -> PdTransferReplica:
+        return PdTransferReplica(replica_id, Role.DECODE, self.desks, **how)
 
     async def add(self, *replicas: ScriptedReplica) -> None:
         await self.house.ready(*replicas)
@@ -51,7 +51,7 @@ class Pairs:
     async def collect(self, **options: Any) -> list[TokenDelta]:
         return await self.house.collect(**options)
 
-    async def begin(self, p: HandOffReplica, d: HandOffReplica) -> "asyncio.Task[list[TokenDelta]]":
+    async def begin(self, p: PdTransferReplica, d: PdTransferReplica) -> "asyncio.Task[list[TokenDelta]]":
         """Add both, and a request whose prompt waits at ``p``."""
         p.prefill_hold.clear()
         await self.add(p, d)
@@ -82,12 +82,12 @@ async def pairs() -> AsyncIterator[Pairs]:
 
 
 def leg(request: GenerateRequest) -> PdLeg | None:
-    return None if request.hand_off is None else request.hand_off.leg
+    return None if request.kv_transfer is None else request.kv_transfer.leg
 
 
 def room(request: GenerateRequest) -> int:
-    assert request.hand_off is not None
-    return request.hand_off.ticket.room
+    assert request.kv_transfer is not None
+    return request.kv_transfer.ticket.room
 
 
 async def test_both_replicas_get_the_request_with_one_ticket_and_the_decode_leg_streams(pairs: Pairs) -> None:
@@ -96,10 +96,10 @@ async def test_both_replicas_get_the_request_with_one_ticket_and_the_decode_leg_
     assert ids(await pairs.collect()) == WHOLE
     [to_p], [to_d] = p.requests, d.requests
     assert (leg(to_p), leg(to_d)) == (PdLeg.PREFILL, PdLeg.DECODE)
-    assert to_p.hand_off is not None
-    assert to_d.hand_off is not None
-    assert to_p.hand_off.ticket == to_d.hand_off.ticket
-    assert (to_p.rid, to_p.hand_off.ticket.generation, to_p.hand_off.ticket.prefill) == (to_d.rid, 0, p.address)
+    assert to_p.kv_transfer is not None
+    assert to_d.kv_transfer is not None
+    assert to_p.kv_transfer.ticket == to_d.kv_transfer.ticket
+    assert (to_p.rid, to_p.kv_transfer.ticket.generation, to_p.kv_transfer.ticket.prefill) == (to_d.rid, 0, p.address)
 
 
 async def test_the_record_tells_the_pair_the_report_and_how_the_prefill_leg_ended(pairs: Pairs) -> None:
@@ -107,20 +107,20 @@ async def test_the_record_tells_the_pair_the_report_and_how_the_prefill_leg_ende
     await pairs.collect()
     [record] = pairs.house.dispatcher.routes.recent()
     [only] = record.tries
-    assert only.hand_off is not None
-    assert (only.hand_off.transferred, only.hand_off.num_pages, only.prefill_end) == (True, 2, "handed off")
+    assert only.kv_transfer is not None
+    assert (only.kv_transfer.transferred, only.kv_transfer.num_pages, only.prefill_end) == (True, 2, "handed off")
     assert header_part(record) == (
         "replica=d0; overlap_predicted=0; overlap_actual=0; policy=pd_pair; reason=only_candidate; tries=1; "
-        "uncached=never_seen; prefill=p0; pair=hand_off_always; hand_off=ok"
+        "uncached=never_seen; prefill=p0; pair=kv_transfer_always; kv_transfer=ok"
     )
     body = record_body(record, router_id="r")["tries"][0]
-    assert body["hand_off"]["num_bytes"] == 2 << 20
+    assert body["kv_transfer"]["num_bytes"] == 2 << 20
     assert (body["pair"]["prefill"], body["pair"]["decode"], body["pair"]["best_prefill"]) == ("p0", "d0", "p0")
     assert [each["replica"] for each in body["candidates"] if each["chosen"]] == ["p0", "d0"]
     assert pairs.house.router.link.bytes_per_s == pytest.approx((2 << 20) / 0.01)
 
 
-class LateWord(HandOffReplica):
+class LateWord(PdTransferReplica):
     """A prefill replica whose own word of the end comes after ``prefill_hold``: it is in a long step."""
 
     async def _hand_over(self, client: ChannelClient, request: GenerateRequest, room: int) -> None:
@@ -182,7 +182,7 @@ async def test_a_prefill_replica_that_refuses_is_passed_over(pairs: Pairs) -> No
         ({"num_running": 1, "num_waiting": 1, "num_handing_off": 5}, 7),  # a leg is in one state at a time
     ],
 )
-def test_legs_of_hand_offs_are_load_in_the_server_info(gauges: dict[str, int], load: int) -> None:
+def test_legs_of_kv_transfers_are_load_in_the_server_info(gauges: dict[str, int], load: int) -> None:
     assert load_of(stats(**gauges)) == load
 
 
@@ -192,12 +192,12 @@ async def test_a_prefill_engine_that_gives_up_does_not_end_the_try(pairs: Pairs)
     await pairs.add(p, d)
     assert ids(await pairs.collect()) == WHOLE
     [only] = pairs.tries
-    assert only.hand_off is not None
-    assert (only.hand_off.transferred, only.hand_off.reason, only.prefill_end) == (
+    assert only.kv_transfer is not None
+    assert (only.kv_transfer.transferred, only.kv_transfer.reason, only.prefill_end) == (
         False, "the peer failed", "error: not opened",
     )  # fmt: skip
     assert only.outcome is not None
-    assert only.outcome.hand_off_failed
+    assert only.outcome.kv_transfer_failed
 
 
 @pytest.mark.parametrize("retry_as", ["step_failed", "died_in_step"])
@@ -252,7 +252,7 @@ async def test_a_decode_leg_that_ends_before_its_pages_came_ends_the_prefill_leg
     assert pairs.tries[0].prefill_end == "not known: the try ended first"
 
 
-async def test_a_prefill_replica_whose_hand_offs_fail_is_not_asked_again_at_once(pairs: Pairs) -> None:
+async def test_a_prefill_replica_whose_kv_transfers_fail_is_not_asked_again_at_once(pairs: Pairs) -> None:
     """It is alive and reports, but its pages do not come: a wrong address, or no way between the two."""
     p, d = pairs.prefill(leg_ends=Finish(reason=FinishReason.ERROR, message="not opened")), pairs.decode()
     await pairs.add(p, d)
@@ -261,8 +261,8 @@ async def test_a_prefill_replica_whose_hand_offs_fail_is_not_asked_again_at_once
     assert (len(p.requests), len(d.requests)) == (1, 3)
     first, _, last = [record.tries[0] for record in pairs.house.dispatcher.routes.recent()]
     assert (first.decision.prefill_id, last.decision.prefill_id) == ("p0", None)
-    assert hand_off_body(first)["held_out"] == {}
-    assert "a hand-off from it failed (the peer failed)" in hand_off_body(last)["held_out"]["p0"]
+    assert kv_transfer_body(first)["held_out"] == {}
+    assert "a KV transfer from it failed (the peer failed)" in kv_transfer_body(last)["held_out"]["p0"]
 
 
 @pytest.mark.parametrize("die_at", [0, 3])
@@ -315,7 +315,7 @@ async def test_the_tries_are_bounded_and_the_last_one_needs_no_prefill_replica(p
     assert (pair.reason, pair.why) == (PairReason.ONE_REPLICA, "the last try stays on one replica")
 
 
-async def test_what_a_hand_off_cannot_carry_stays_on_the_decode_replica(pairs: Pairs) -> None:
+async def test_what_a_kv_transfer_cannot_carry_stays_on_the_decode_replica(pairs: Pairs) -> None:
     p, d = pairs.prefill(), pairs.decode()
     await pairs.add(p, d)
     deltas = await pairs.collect(n=2)
@@ -337,7 +337,7 @@ async def test_without_prefill_all_is_local_and_without_decode_there_is_no_repli
     assert ids(await pairs.collect()) == WHOLE
     pair = pairs.pair
     assert pair.reason is PairReason.NO_PREFILL
-    assert hand_off_body(pairs.tries[-1]) == {"hand_off": None, "prefill_end": None, "held_out": {}}
+    assert kv_transfer_body(pairs.tries[-1]) == {"kv_transfer": None, "prefill_end": None, "held_out": {}}
 
 
 async def test_a_dry_run_tells_the_pair(pairs: Pairs) -> None:
@@ -347,8 +347,8 @@ async def test_a_dry_run_tells_the_pair(pairs: Pairs) -> None:
     assert [each["replica_id"] for each in body["pair"]["decode_replicas"]] == ["d0"]
 
 
-FAILED = HandOffReport(transferred=False, reason="no way")
-DONE = HandOffReport(transferred=True)
+FAILED = PdTransferReport(transferred=False, reason="no way")
+DONE = PdTransferReport(transferred=True)
 
 
 def held(hold_out: HoldOut, clock: Clock, at_s: float) -> bool:
@@ -356,12 +356,12 @@ def held(hold_out: HoldOut, clock: Clock, at_s: float) -> bool:
     return "p0" in hold_out.now()
 
 
-def test_a_failed_hand_off_holds_its_prefill_replica_out_for_two_seconds_and_says_why() -> None:
+def test_a_failed_kv_transfer_holds_its_prefill_replica_out_for_two_seconds_and_says_why() -> None:
     hold_out = HoldOut(clock := Clock())
     assert hold_out.now() == {}
     hold_out.take("p0", FAILED)
     clock.now_s = 0.5
-    assert hold_out.now() == {"p0": "a hand-off from it failed (no way); not asked for another 1.5 s"}
+    assert hold_out.now() == {"p0": "a KV transfer from it failed (no way); not asked for another 1.5 s"}
     assert held(hold_out, clock, 1.99)
     assert not held(hold_out, clock, 2.0)
 
@@ -379,7 +379,7 @@ def test_a_hold_out_doubles_with_each_failure_after_it_up_to_a_minute_and_not_wi
     assert lengths == [2, 4, 8, 16, 32, 60, 60]
 
 
-def test_a_hand_off_that_succeeds_ends_the_hold_out() -> None:
+def test_a_kv_transfer_that_succeeds_ends_the_hold_out() -> None:
     hold_out = HoldOut(clock := Clock())
     hold_out.take("p0", FAILED)
     assert held(hold_out, clock, 1.0)
@@ -407,7 +407,7 @@ async def test_a_pair_that_was_reserved_for_a_move_is_closed_where_half_of_it_ha
     pairs.house.remove("p0")
     await until_async(lambda: "p0" not in {view.replica_id for view in router.views})
     waiting = Waiting(query=query, decision=first, arrived_s=0.0)
-    taken_back = TakenBack("", Move(waiting=waiting, decision=second, cause="freed", wait_s=1.0))
+    taken_back = TakenBack("", Migration(waiting=waiting, decision=second, cause="freed", wait_s=1.0))
     third, _ = await dispatcher._choose(query, taken_back)
     assert third.number != second.number
     for decision in (first, third):

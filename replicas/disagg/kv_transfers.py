@@ -1,4 +1,4 @@
-"""An engine's part in hand-offs: passes requests and the transfer service's events to the two roles.
+"""An engine's part in KV transfers: passes requests and the transfer service's events to the two roles.
 
 Owns:      the transfer service, and both roles over it.
 Never:     waits: events are taken when the engine calls.
@@ -22,17 +22,17 @@ from kvtransfer.types import (
     TransferEvent,
     TransferStats,
 )
-from replicas.disagg.roles import DecodeRole, Donor, HandOffParts, PrefillRole
+from replicas.disagg.roles import DecodeRole, Donor, PdTransferParts, PrefillRole
 from replicas.errors import InvalidRequest
 from replicas.request import Req, ReqState
 from replicas.scheduler.tokens import NewToken
-from replicas.types import GenerateRequest, HandOff, PdLeg
+from replicas.types import GenerateRequest, PdLeg, PdTransfer
 
 
-class HandOffs:
-    """Both sides of all hand-offs of one engine."""
+class PdTransfers:
+    """Both sides of all KV transfers of one engine."""
 
-    def __init__(self, parts: HandOffParts) -> None:
+    def __init__(self, parts: PdTransferParts) -> None:
         self._service = parts.service
         self.tallies = parts.tallies
         self._scheduler = parts.scheduler
@@ -54,24 +54,24 @@ class HandOffs:
 
     def submit(self, request: GenerateRequest, reqs: Sequence[Req]) -> None:
         """Start the leg of ``request``; ``reqs`` are its choices. Raises: InvalidRequest for a room that is in use."""
-        hand_off = request.hand_off
-        assert hand_off is not None
-        if hand_off.leg is PdLeg.PREFILL:
+        kv_transfer = request.kv_transfer
+        assert kv_transfer is not None
+        if kv_transfer.leg is PdLeg.PREFILL:
             (req,) = reqs
-            self._prefill.submit(req, hand_off)
+            self._prefill.submit(req, kv_transfer)
         else:
-            self._decode.submit(reqs, hand_off)
+            self._decode.submit(reqs, kv_transfer)
 
     def require_new_room(self, request: GenerateRequest) -> None:
         """Raise InvalidRequest if an earlier try of the room has not ended here."""
-        hand_off = request.hand_off
-        assert hand_off is not None
-        role = self._prefill if hand_off.leg is PdLeg.PREFILL else self._decode
-        role.rooms.require_new(hand_off.ticket.room)
+        kv_transfer = request.kv_transfer
+        assert kv_transfer is not None
+        role = self._prefill if kv_transfer.leg is PdLeg.PREFILL else self._decode
+        role.rooms.require_new(kv_transfer.ticket.room)
 
     def poll(self) -> list[NewToken]:
         """Take the events of the service. Returns: first tokens that came, and (without a token) ends of legs and
-        reports of hand-offs that failed."""
+        reports of KV transfers that failed."""
         made = [self._take(event) for event in self._service.drain_events()]
         made += self._decode.stop_waiting()
         self.settle()
@@ -128,19 +128,19 @@ class HandOffs:
         return None
 
 
-def require_possible(request: GenerateRequest, hand_off: HandOff, *, has_transfer: bool) -> None:
+def require_possible(request: GenerateRequest, kv_transfer: PdTransfer, *, has_transfer: bool) -> None:
     """Raise InvalidRequest if ``request`` is a leg that this engine cannot take."""
     if not has_transfer:
         raise InvalidRequest(
-            "hand_off: this replica takes part in no hand-offs: start it with transfer settings, or send the whole "
-            "request",
-            param="hand_off",
+            "kv_transfer: this replica takes part in no KV transfers: start it with transfer settings, or send "
+            "the whole request",
+            param="kv_transfer",
         )
-    if hand_off.leg is not PdLeg.PREFILL:
+    if kv_transfer.leg is not PdLeg.PREFILL:
         return
     if request.prompt_logprobs_from is not None or request.sampling.max_new_tokens == 0:
         raise InvalidRequest(
-            "hand_off: a request that wants logprobs of its prompt, or no output, cannot be handed off after its "
+            "kv_transfer: a request that wants logprobs of its prompt, or no output, cannot be handed off after its "
             "prompt: send the whole request to one replica",
-            param="hand_off",
+            param="kv_transfer",
         )

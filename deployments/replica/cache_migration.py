@@ -1,7 +1,7 @@
 """The cached pages of one replica that move to others, by order of a router, and those that come.
 
-Owns:      the replica's `Mover`; the push that runs, of which there is one at a time.
-Never:     decides when and to whom pages go (fleet/cache_moves.py); holds up a request.
+Owns:      the replica's `Migrator`; the push that runs, of which there is one at a time.
+Never:     decides when and to whom pages go (fleet/cache_migration.py); holds up a request.
 Invariant: no push outlasts its order, nor `stop`.
 Thread:    the replica's event loop.
 
@@ -17,8 +17,8 @@ from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 from deployments.channel.frames import PushCache
-from kvtransfer.moves.mover import Mover, MoveStats, PageHome
-from kvtransfer.moves.wire import MoveAddress
+from kvtransfer.migration.migrator import MigrationStats, Migrator, PageHome
+from kvtransfer.migration.wire import MigrationAddress
 from replicas.cache.page_home import TieredPageHome
 from replicas.engine.loop import EngineLoop
 from replicas.errors import MantaError
@@ -28,29 +28,29 @@ T = TypeVar("T")
 LAST_PUSH = 0.1  # of the time until requests are handed over: how long their pages may take
 
 
-class ReplicaMoves:
+class ReplicaMigrations:
     """The mover of one replica, started by its first use."""
 
     def __init__(self, loop: EngineLoop, home: TieredPageHome, *, host: str) -> None:
         """``home``: of the engine of ``loop``; ``host``: the address of this machine that other replicas reach."""
         self._loop = loop
         self._home = home
-        self._mover = Mover(self._visit, home.layout, host=host)
-        self._started: asyncio.Task[MoveAddress] | None = None
-        self._pushing: asyncio.Task[MoveStats] | None = None
+        self._mover = Migrator(self._visit, home.layout, host=host)
+        self._started: asyncio.Task[MigrationAddress] | None = None
+        self._pushing: asyncio.Task[MigrationStats] | None = None
         self._handing_over: asyncio.Task[None] | None = None
 
     @property
-    def stats(self) -> MoveStats:
+    def stats(self) -> MigrationStats:
         return self._mover.stats
 
-    async def address(self) -> MoveAddress:
+    async def address(self) -> MigrationAddress:
         """Return where other replicas push to; listens from the first call on."""
         if self._started is None:
             self._started = asyncio.create_task(self._mover.start())
         return await asyncio.shield(self._started)
 
-    def order(self, order: PushCache) -> "asyncio.Task[MoveStats]":
+    def order(self, order: PushCache) -> "asyncio.Task[MigrationStats]":
         """Push as ``order`` says, unless a push runs: then that one is returned, since it serves as well."""
         if self._pushing is None or self._pushing.done():
             self._pushing = asyncio.create_task(self._push(order))
@@ -74,7 +74,7 @@ class ReplicaMoves:
         """Raises AssertionError if a connection is kept that has ended."""
         self._mover.check()
 
-    async def _push(self, order: PushCache) -> MoveStats:
+    async def _push(self, order: PushCache) -> MigrationStats:
         await self.address()
         before = self.stats
         try:

@@ -5,8 +5,8 @@ from collections.abc import Callable
 
 import pytest
 
-from deployments.fleet import cache_moves
-from kvtransfer.moves.wire import MoveAddress
+from deployments.fleet import cache_migration
+from kvtransfer.migration.wire import MigrationAddress
 from kvtransfer.types import PeerAddress
 from replicas.types import EngineStats
 from tests.unit.deployments.in_process import House, ScriptedReplica
@@ -17,7 +17,7 @@ from tests.waiting import until_async
 def movable(replica_id: str, *, at: EngineStats | None = None) -> ScriptedReplica:
     replica = ScriptedReplica(replica_id)
     peer = PeerAddress(host="127.0.0.1", port=1, incarnation=replica_id)
-    replica.moves = MoveAddress(peer=peer, token="secret")
+    replica.moves = MigrationAddress(peer=peer, token="secret")
     replica.stats = at or stats(num_extend_steps=1)
     return replica
 
@@ -53,7 +53,7 @@ async def test_a_replica_that_leaves_pushes_to_those_that_stay_the_least_busy_fi
 
 
 async def test_one_that_is_back_at_once_pushes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cache_moves, "BACK_S", 0.05)
+    monkeypatch.setattr(cache_migration, "BACK_S", 0.05)
     a, b = movable("a"), movable("b")
     async with House() as house:
         await house.ready(a, b)

@@ -25,8 +25,18 @@ import xxhash
 
 from kvtransfer.errors import BadMessage, TransferError
 from kvtransfer.layout import KvLayout
-from kvtransfer.moves.plan import Shares, bounded
-from kvtransfer.moves.wire import Bytes, Digests, Have, Kept, MoveAddress, MoveStream, Offer, PageRun, Path
+from kvtransfer.migration.plan import Shares, bounded
+from kvtransfer.migration.wire import (
+    Bytes,
+    Digests,
+    Have,
+    Kept,
+    MigrationAddress,
+    MigrationStream,
+    Offer,
+    PageRun,
+    Path,
+)
 from kvtransfer.peers.wire import Handshake, PeerHello
 from kvtransfer.types import PeerAddress
 
@@ -67,7 +77,7 @@ class Visit(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MoveStats:
+class MigrationStats:
     """What has moved since the start; counters only grow. Tokens are whole pages."""
 
     pushed_tokens: int = 0  # out of here, and kept by others
@@ -79,12 +89,12 @@ class MoveStats:
     value_kept: float = 1.0  # of the last push: the share of the expected hits a second, times tokens, others have now
 
 
-class Mover:
+class Migrator:
     """The pages of one replica that leave and come; `start` before anything else."""
 
     def __init__(self, visit: Visit, layout: KvLayout, *, host: str) -> None:
         """``layout``: of one rank; ``host``: the address of this machine that other replicas reach."""
-        self.stats = MoveStats()
+        self.stats = MigrationStats()
         self._visit = visit
         self._layout = layout
         self._page_bytes = layout.num_parts * layout.page_bytes
@@ -95,13 +105,13 @@ class Mover:
         self._server: asyncio.Server | None = None
         self._open: set[asyncio.Task[None]] = set()  # connections that came in
 
-    async def start(self) -> MoveAddress:
+    async def start(self) -> MigrationAddress:
         """Listen, and return where."""
         self._server = await asyncio.start_server(self._came, self._host, 0)
         port = int(self._server.sockets[0].getsockname()[1])
         address = PeerAddress(host=self._host, port=port, incarnation=secrets.token_hex(8))
         self._hello = PeerHello(address=address, purpose="moves", layout=self._layout, ranks=())
-        return MoveAddress(peer=address, token=self._token)
+        return MigrationAddress(peer=address, token=self._token)
 
     async def stop(self) -> None:
         """Close the listener and all connections that came in."""
@@ -117,14 +127,14 @@ class Mover:
         assert len(self._open) <= MAX_OPEN
 
     async def push(
-        self, targets: Sequence[MoveAddress], *, most_s: float, most_bytes: int = 1 << 62, share: float = 0.5
-    ) -> MoveStats:
+        self, targets: Sequence[MigrationAddress], *, most_s: float, most_bytes: int = 1 << 62, share: float = 0.5
+    ) -> MigrationStats:
         """Send what is worth most to ``targets``, for at most ``most_s``. Returns: `stats`.
 
         Args: share: of the time in which it may keep the link busy.
         """
         loop = asyncio.get_running_loop()
-        began_s, shares = loop.time(), Shares[MoveStream]((), 1)
+        began_s, shares = loop.time(), Shares[MigrationStream]((), 1)
         try:
             async with asyncio.timeout(most_s), contextlib.AsyncExitStack() as streams:
                 paths = bounded(await self._visit(lambda home: home.hottest(most_bytes)))
@@ -138,11 +148,13 @@ class Mover:
         self.stats = replace(self.stats, value_kept=shares.value_kept)
         return self.stats
 
-    async def _offer(self, target: MoveAddress, shares: Shares[MoveStream], streams: contextlib.AsyncExitStack) -> None:
+    async def _offer(
+        self, target: MigrationAddress, shares: Shares[MigrationStream], streams: contextlib.AsyncExitStack
+    ) -> None:
         """Connect, and ask what is there."""
         assert self._hello is not None
         try:
-            stream = await MoveStream.dial(target, self._hello)
+            stream = await MigrationStream.dial(target, self._hello)
             streams.callback(stream.close)
             await stream.send(Offer(shares.paths))
             pages = (await stream.receive(Have)).pages
@@ -152,7 +164,7 @@ class Mover:
         except TransferError as error:
             self._failed(error)
 
-    async def _push(self, shares: Shares[MoveStream], index: int, share: float) -> None:
+    async def _push(self, shares: Shares[MigrationStream], index: int, share: float) -> None:
         """Send path ``index`` to a target, or to the next one if that fails."""
         loop, path = asyncio.get_running_loop(), shares.paths[index]
         end = path.num_pages(self._layout.page_size)
@@ -184,7 +196,7 @@ class Mover:
 
     async def _came(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Serve one connection that came in, to its end."""
-        task, stream = asyncio.current_task(), MoveStream(reader, writer)
+        task, stream = asyncio.current_task(), MigrationStream(reader, writer)
         assert task is not None
         assert self._hello is not None
         try:
@@ -202,7 +214,7 @@ class Mover:
             self._open.discard(task)
             stream.close()
 
-    async def _receive(self, stream: MoveStream) -> None:
+    async def _receive(self, stream: MigrationStream) -> None:
         paths = (await stream.receive(Offer)).paths
         await stream.send(Have(await self._visit(lambda home: home.held(paths))))
         while (message := await stream.next(within_s=IDLE_S)) is not None:
@@ -210,7 +222,7 @@ class Mover:
                 raise BadMessage(f"a PageRun is wanted, {type(message).__name__} came")
             await stream.send(Kept(await self._take(stream, message, paths)))
 
-    async def _take(self, stream: MoveStream, run: PageRun, paths: Sequence[Path]) -> int:
+    async def _take(self, stream: MigrationStream, run: PageRun, paths: Sequence[Path]) -> int:
         """Receive a run's bytes, and keep its pages up to the first wrong one. Returns: how many."""
         parts = self._layout.num_parts
         num, odd = divmod(len(run.digests), 8 * parts)

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from kvtransfer.layout import KvLayout
-from kvtransfer.moves import mover as module
-from kvtransfer.moves import wire
-from kvtransfer.moves.mover import Mover
-from kvtransfer.moves.plan import Shares
-from kvtransfer.moves.wire import Have, Kept, MoveAddress, MoveStream, Offer, PageRun, Path
+from kvtransfer.migration import migrator as module
+from kvtransfer.migration import wire
+from kvtransfer.migration.migrator import Migrator
+from kvtransfer.migration.plan import Shares
+from kvtransfer.migration.wire import Have, Kept, MigrationAddress, MigrationStream, Offer, PageRun, Path
 from kvtransfer.types import PeerAddress
 from tests.fake_page_home import LAYOUT, PAGE_SIZE, FakePageHome, path
 
@@ -24,8 +24,10 @@ OTHER = path(range(100, 108), salt="s", hits=1)  # 2 pages
 
 
 @contextlib.asynccontextmanager
-async def movers(*homes: FakePageHome, layout: KvLayout = LAYOUT) -> AsyncIterator[list[tuple[Mover, MoveAddress]]]:
-    found = [Mover(home.visit, layout, host="127.0.0.1") for home in homes]
+async def movers(
+    *homes: FakePageHome, layout: KvLayout = LAYOUT
+) -> AsyncIterator[list[tuple[Migrator, MigrationAddress]]]:
+    found = [Migrator(home.visit, layout, host="127.0.0.1") for home in homes]
     try:
         yield [(each, await each.start()) for each in found]
         for each in found:
@@ -39,8 +41,8 @@ async def movers(*homes: FakePageHome, layout: KvLayout = LAYOUT) -> AsyncIterat
 
 async def test_all_that_is_cached_comes_to_a_target_that_has_nothing() -> None:
     source, target = FakePageHome(HOT, CHILD, OTHER), FakePageHome()
-    async with movers(source, target) as [(mover, _), (other, address)]:
-        stats = await mover.push([address], most_s=5)
+    async with movers(source, target) as [(migrator, _), (other, address)]:
+        stats = await migrator.push([address], most_s=5)
     assert target.pages.keys() == source.pages.keys()
     assert (stats.pushed_tokens, stats.pushed_bytes, stats.value_kept, stats.failed) == (28, 7 * 256, 1.0, 0)
     assert (other.stats.received_tokens, other.stats.wrong_pages, other.stats.failed) == (28, 0, 0)
@@ -48,9 +50,9 @@ async def test_all_that_is_cached_comes_to_a_target_that_has_nothing() -> None:
 
 async def test_a_second_push_sends_nothing() -> None:
     source, target = FakePageHome(HOT, CHILD), FakePageHome()
-    async with movers(source, target) as [(mover, _), (_, address)]:
-        first = await mover.push([address], most_s=5)
-        second = await mover.push([address], most_s=5)
+    async with movers(source, target) as [(migrator, _), (_, address)]:
+        first = await migrator.push([address], most_s=5)
+        second = await migrator.push([address], most_s=5)
     assert first.pushed_tokens == second.pushed_tokens == 20
     assert second.value_kept == 1.0
     assert source.num_reads == 2  # a run each
@@ -58,8 +60,8 @@ async def test_a_second_push_sends_nothing() -> None:
 
 async def test_what_a_target_has_stays_away_from_the_others() -> None:
     source, has, empty = FakePageHome(HOT, CHILD, OTHER), FakePageHome(HOT), FakePageHome()
-    async with movers(source, has, empty) as [(mover, _), (_, a), (_, b)]:
-        stats = await mover.push([b, a], most_s=5)
+    async with movers(source, has, empty) as [(migrator, _), (_, a), (_, b)]:
+        stats = await migrator.push([b, a], most_s=5)
     assert len(has.pages) == 5  # the child continues what it has
     assert len(empty.pages) == 2  # it was sent least
     assert stats.pushed_tokens == 4 * PAGE_SIZE
@@ -68,8 +70,8 @@ async def test_what_a_target_has_stays_away_from_the_others() -> None:
 async def test_a_page_that_is_wrong_at_home_is_not_sent_and_the_rest_is(caplog: pytest.LogCaptureFixture) -> None:
     source, target = FakePageHome(HOT, OTHER), FakePageHome()
     source.spoilt.add(("", tuple(range(8))))  # the second page of HOT
-    async with movers(source, target) as [(mover, _), (other, address)]:
-        stats = await mover.push([address], most_s=5)
+    async with movers(source, target) as [(migrator, _), (other, address)]:
+        stats = await migrator.push([address], most_s=5)
     assert {salt for salt, _ in target.pages} == {"s"}
     assert (stats.wrong_pages, other.stats.wrong_pages) == (1, 0)
     assert stats.value_kept == pytest.approx(4 / 34)
@@ -79,9 +81,9 @@ async def test_a_page_that_is_wrong_at_home_is_not_sent_and_the_rest_is(caplog: 
 async def test_a_page_that_is_wrong_on_arrival_is_not_taken_nor_what_follows_it() -> None:
     source, target = FakePageHome(HOT), FakePageHome()
     source.spoilt.add(("", tuple(range(8))))
-    async with movers(source, target) as [(mover, _), (other, address)]:
-        assert mover._hello is not None
-        stream = await MoveStream.dial(address, mover._hello)
+    async with movers(source, target) as [(migrator, _), (other, address)]:
+        assert migrator._hello is not None
+        stream = await MigrationStream.dial(address, migrator._hello)
         await stream.send(Offer([HOT]))
         await stream.receive(Have)
         found = source.read(HOT, 0, 3)
@@ -95,8 +97,8 @@ async def test_a_page_that_is_wrong_on_arrival_is_not_taken_nor_what_follows_it(
 
 async def test_a_full_target_is_left_and_the_next_one_takes_the_rest() -> None:
     source, full, empty = FakePageHome(HOT, CHILD), FakePageHome(room=4), FakePageHome(room=100)
-    async with movers(source, full, empty) as [(mover, _), (_, a), (_, b)]:
-        stats = await mover.push([a, b], most_s=5)
+    async with movers(source, full, empty) as [(migrator, _), (_, a), (_, b)]:
+        stats = await migrator.push([a, b], most_s=5)
     assert len(full.pages) == 4  # three of HOT and one of CHILD
     assert len(empty.pages) == 5  # CHILD needs all before it
     assert stats.value_kept == 1.0
@@ -104,8 +106,8 @@ async def test_a_full_target_is_left_and_the_next_one_takes_the_rest() -> None:
 
 async def test_another_layout_is_refused_and_named(caplog: pytest.LogCaptureFixture) -> None:
     target, layout = FakePageHome(), replace(LAYOUT, tp=1)
-    async with movers(FakePageHome(HOT)) as [(mover, _)], movers(target, layout=layout) as [(_, address)]:
-        stats = await mover.push([address], most_s=5)
+    async with movers(FakePageHome(HOT)) as [(migrator, _)], movers(target, layout=layout) as [(_, address)]:
+        stats = await migrator.push([address], most_s=5)
     assert (stats.failed, stats.pushed_bytes, stats.value_kept) == (1, 0, 0.0)
     assert not target.pages
     assert "tp: 2 here, 1 there" in caplog.text
@@ -113,8 +115,8 @@ async def test_another_layout_is_refused_and_named(caplog: pytest.LogCaptureFixt
 
 async def test_one_that_does_not_know_the_secret_is_told_nothing() -> None:
     source, target = FakePageHome(HOT), FakePageHome()
-    async with movers(source, target) as [(mover, _), (other, address)]:
-        stats = await mover.push([replace(address, token="0" * 32)], most_s=5)
+    async with movers(source, target) as [(migrator, _), (other, address)]:
+        stats = await migrator.push([replace(address, token="0" * 32)], most_s=5)
     assert (stats.failed, other.stats.failed) == (1, 1)
     assert not target.pages
 
@@ -125,9 +127,9 @@ async def test_a_target_that_hangs_costs_its_own_connection(monkeypatch: pytest.
     source, target = FakePageHome(HOT, CHILD), FakePageHome()
     mute = await asyncio.start_server(lambda reader, writer: asyncio.sleep(0), "127.0.0.1", 0)
     port = mute.sockets[0].getsockname()[1]
-    hung = MoveAddress(peer=PeerAddress(host="127.0.0.1", port=port, incarnation="x"), token="t")
-    async with movers(source, target) as [(mover, _), (_, address)]:
-        stats = await mover.push([hung, address], most_s=60)
+    hung = MigrationAddress(peer=PeerAddress(host="127.0.0.1", port=port, incarnation="x"), token="t")
+    async with movers(source, target) as [(migrator, _), (_, address)]:
+        stats = await migrator.push([hung, address], most_s=60)
     mute.close()
     assert len(target.pages) == 5
     assert stats.failed == 1
@@ -140,10 +142,10 @@ async def test_a_push_ends_when_its_time_is_over() -> None:
         await asyncio.Event().wait()
         return 0
 
-    async with movers(source, target) as [(mover, _), (other, address)]:
+    async with movers(source, target) as [(migrator, _), (other, address)]:
         other._visit = never  # type: ignore[assignment]  # the target's engine hangs
         async with asyncio.timeout(30):
-            stats = await mover.push([address], most_s=0.05)
+            stats = await migrator.push([address], most_s=0.05)
     assert stats.push_s >= 0.05
     assert not target.pages
 
@@ -153,9 +155,9 @@ async def test_a_push_ends_when_its_time_is_over() -> None:
 )
 async def test_a_run_that_was_not_offered_ends_the_connection(lies: PageRun | Have) -> None:
     target = FakePageHome()
-    async with movers(FakePageHome(HOT), target) as [(mover, _), (other, address)]:
-        assert mover._hello is not None
-        stream = await MoveStream.dial(address, mover._hello)
+    async with movers(FakePageHome(HOT), target) as [(migrator, _), (other, address)]:
+        assert migrator._hello is not None
+        stream = await MigrationStream.dial(address, migrator._hello)
         await stream.send(Offer([HOT]))
         assert (await stream.receive(Have)).pages == [0]
         await stream.send(lies)
@@ -169,9 +171,9 @@ async def test_a_pusher_that_dies_in_a_run_leaves_nothing_behind() -> None:
     """At each byte count: the run is taken whole or not at all."""
     for sent in (0, 1, 255, 256, 400, 767):
         source, target = FakePageHome(HOT), FakePageHome()
-        async with movers(source, target) as [(mover, _), (other, address)]:
-            assert mover._hello is not None
-            stream = await MoveStream.dial(address, mover._hello)
+        async with movers(source, target) as [(migrator, _), (other, address)]:
+            assert migrator._hello is not None
+            stream = await MigrationStream.dial(address, migrator._hello)
             await stream.send(Offer([HOT]))
             await stream.receive(Have)
             found = source.read(HOT, 0, 3)
@@ -189,8 +191,8 @@ async def test_a_pusher_that_dies_in_a_run_leaves_nothing_behind() -> None:
 async def test_only_so_many_connections_are_served(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_OPEN", 0)
     source, target = FakePageHome(HOT), FakePageHome()
-    async with movers(source, target) as [(mover, _), (_, address)]:
-        stats = await mover.push([address], most_s=5)
+    async with movers(source, target) as [(migrator, _), (_, address)]:
+        stats = await migrator.push([address], most_s=5)
     assert (stats.failed, len(target.pages)) == (1, 0)
 
 
@@ -222,12 +224,12 @@ async def test_a_message_is_what_was_sent(message: wire.Message) -> None:
     got: list[wire.Message | None] = []
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        stream = MoveStream(reader, writer)
+        stream = MigrationStream(reader, writer)
         got.extend([await stream.next(within_s=5), await stream.next(within_s=5)])
         stream.close()
 
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
-    stream = MoveStream(*await asyncio.open_connection(*server.sockets[0].getsockname()))
+    stream = MigrationStream(*await asyncio.open_connection(*server.sockets[0].getsockname()))
     await stream.send(message)
     stream.close()
     while len(got) < 2:
@@ -265,29 +267,29 @@ class _Mortal:
 async def test_a_connection_that_dies_at_any_of_50_points_costs_no_page_and_the_next_push_mends_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    init = MoveStream.__init__
+    init = MigrationStream.__init__
 
-    def mortal(self: MoveStream, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def mortal(self: MigrationStream, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         init(self, reader, cast(asyncio.StreamWriter, _Mortal(writer)))
 
-    monkeypatch.setattr(MoveStream, "__init__", mortal)
+    monkeypatch.setattr(MigrationStream, "__init__", mortal)
     monkeypatch.setattr(module, "RUN_BYTES", 512)  # two pages
     most, all_pages, num_failed = 10_000, 7, 0
     _Mortal.left = most
     source, target = FakePageHome(HOT, CHILD, OTHER), FakePageHome()
-    async with movers(source, target) as [(mover, _), (_, address)]:
-        assert (await mover.push([address], most_s=5)).failed == 0
+    async with movers(source, target) as [(migrator, _), (_, address)]:
+        assert (await migrator.push([address], most_s=5)).failed == 0
     total = most - _Mortal.left
     assert 3_000 < total < most
     for point in range(50):
         source, target = FakePageHome(HOT, CHILD, OTHER), FakePageHome()
-        async with movers(source, target) as [(mover, _), (other, address)]:
+        async with movers(source, target) as [(migrator, _), (other, address)]:
             _Mortal.left = total * point // 50
-            num_failed += (await mover.push([address], most_s=5)).failed
+            num_failed += (await migrator.push([address], most_s=5)).failed
             while other._open:
                 await asyncio.sleep(0)
             target.check()
             _Mortal.left = most
-            assert (await mover.push([address], most_s=5)).value_kept == 1.0
+            assert (await migrator.push([address], most_s=5)).value_kept == 1.0
             assert len(target.pages) == all_pages
     assert num_failed == 50

@@ -13,7 +13,7 @@ from kvtransfer.replay import observe
 from kvtransfer.types import PdTicket, TransferSettings
 from replicas.engine.engine import Engine
 from replicas.replay.replay import extract, restore
-from replicas.types import GenerateRequest, HandOff, PdLeg, SamplingParams, TokenDelta
+from replicas.types import GenerateRequest, PdLeg, PdTransfer, SamplingParams, TokenDelta
 from tests.embedded import MODEL
 from tests.harness import small_engine
 from tests.local_agents import LocalAgent, LocalFabric
@@ -66,7 +66,7 @@ def submit_both(prefill: Engine, decode: Engine) -> None:
     for engine, leg in ((prefill, PdLeg.PREFILL), (decode, PdLeg.DECODE)):
         engine.submit(
             GenerateRequest(
-                rid="a", token_ids=PROMPT, sampling=SAMPLING, hand_off=HandOff(leg=leg, ticket=ticket)
+                rid="a", token_ids=PROMPT, sampling=SAMPLING, kv_transfer=PdTransfer(leg=leg, ticket=ticket)
             )
         )
 
@@ -103,8 +103,8 @@ def test_hashes_on_both_sides_are_equal_and_a_snapshot_goes_on(
         if snapshot is None and req is not None and req.num_output == 4:
             snapshot = extract(decode, "a")
     assert ids(made) == ids(wanted)
-    assert made[0].hand_off is not None
-    assert made[0].hand_off.transferred, made[0].hand_off.reason
+    assert made[0].kv_transfer is not None
+    assert made[0].kv_transfer.transferred, made[0].kv_transfer.reason
 
     told = [json.loads(record.getMessage()) for record in caplog.records if record.name == observe.log.name]
     events = {name: [line for line in told if line["event"] == name] for name in {line["event"] for line in told}}

@@ -1,4 +1,4 @@
-"""A process that is killed, hangs or aborts in the middle of a hand-off over NIXL, on either side (SPEC H19), or of a
+"""A process that is killed, hangs or aborts during a KV transfer over NIXL, on either side (SPEC H19), or of a
 fetch.
 
 Whoever is left answers rightly, keeps the pages in quarantine until the other has let go or is proven dead, and holds

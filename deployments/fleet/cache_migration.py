@@ -1,7 +1,7 @@
 """Has replicas that leave push what they have cached to those that stay, and has a new one filled before it is used.
 
 Owns:      when an order to push goes out, to whom, and how long it may last. What is worth moving, and what the others
-           have already, the replicas find out among themselves (kvtransfer/moves).
+           have already, the replicas find out among themselves (kvtransfer/migration).
 Never:     sees pages; delays the attaching of a new replica by more than ``fill_s``.
 Invariant: a replica that is a member again within BACK_S, as after a reconfiguration, is ordered nothing.
 Thread:    the router's event loop.
@@ -18,7 +18,7 @@ from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 
 from deployments.channel.frames import Asked, PushCache
 from deployments.dispatch.leases import Leases, ReplicaCalls, ReplicaGone, ReplicaInfo
-from kvtransfer.moves.wire import MoveAddress
+from kvtransfer.migration.wire import MigrationAddress
 from replicas.errors import MantaError
 from routing.types import ReplicaView
 
@@ -31,7 +31,7 @@ HAND_OVER = 0.8  # of the drain time: what still runs then would be killed
 FILL_SHARE = 0.5  # of a new replica's host tier that is filled
 
 
-class CacheMoves:
+class CacheMigration:
     """The pushes that one router orders."""
 
     def __init__(self, leases: Leases, *, fill_s: float, push_s: float, drain_s: float) -> None:
@@ -106,7 +106,7 @@ class CacheMoves:
 
 def _addresses(
     info: ReplicaInfo, others: Iterable[ReplicaInfo], load: Mapping[str, ReplicaView]
-) -> list[MoveAddress]:
+) -> list[MigrationAddress]:
     """Return where ``others`` of the role of ``info`` listen for pages, those with least to do first."""
 
     def busy(other: ReplicaInfo) -> tuple[int, int, str]:

@@ -34,7 +34,7 @@ class Apart:
 
     def __init__(self, engines: Engines) -> None:
         self.engines = engines
-        self.house = House(always_hand_off=True)
+        self.house = House(always_kv_transfer=True)
         self.num_asked = 0
 
     async def add(self, loop: EngineLoop, replica_id: str, role: Role) -> None:
@@ -63,7 +63,7 @@ class Apart:
             return [delta async for delta in self.house.dispatcher.stream(request)]
 
     async def alone(self, request: GenerateRequest) -> list[TokenDelta]:
-        """What the decode engine says without any cache or hand-off."""
+        """What the decode engine says without any cache or KV transfer."""
         await self.engines.flush()
         whole = replace(request, rid=f"alone-{request.rid}")
         deltas = [delta async for delta in self.engines.decode.generate(whole)]
@@ -93,7 +93,7 @@ def logprobs(deltas: list[TokenDelta]) -> list[float | None]:
 
 
 def transferred(apart: Apart, number: int = -1) -> bool:
-    report = apart.house.dispatcher.routes.recent()[-1].tries[number].hand_off
+    report = apart.house.dispatcher.routes.recent()[-1].tries[number].kv_transfer
     assert report is not None, apart.house.dispatcher.routes.recent()[-1]
     return report.transferred
 
@@ -121,8 +121,8 @@ async def test_the_second_time_both_sides_hold_the_prefix_and_usage_tells_of_it(
     assert ids(deltas) == ids(expected)
     assert deltas[-1].usage.cached_tokens == 192  # 12 pages, of prefill
     last = apart.house.dispatcher.routes.recent()[-1].tries[-1]
-    assert last.hand_off is not None
-    assert last.hand_off.num_pages == 3  # of 15, 12 were here
+    assert last.kv_transfer is not None
+    assert last.kv_transfer.num_pages == 3  # of 15, 12 were here
     assert last.decision.pair is not None
     [(_, expects)] = last.decision.pair.rows()  # the router knew
     assert (expects.cached_tokens, expects.own_tokens, expects.transfer_pages) == (192, 48, 3)
