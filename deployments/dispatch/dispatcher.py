@@ -456,9 +456,9 @@ class Dispatcher:
         """Raise Saturated, with nothing sent, if even the shortest queue is too long.
 
         A prompt that itself takes long to compute is no reason: trying again later would not help. Where requests have
-        waited longer than allowed of late, and than estimated, this one is expected to. What others flood the
-        queue with does not go before it, and does not count. A batch request is let in only where others keep their
-        objective.
+        waited longer than allowed of late, and than estimated, this one is expected to. What tenants above their
+        share have in the queue does not go before it, and does not count. A batch request is let in only where others
+        keep their objective.
         """
         offline, decision = request.offline, noted.decision
         most_s = self._limits.objective_s if offline else self._limits.max_wait_s

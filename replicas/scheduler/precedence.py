@@ -21,7 +21,7 @@ The credits of tenants, and what follows from them:
 
     a step's uncached prompt tokens and decoded tokens, by the tenant's weight ──charge──> credit
     a tenant with credit waits: its requests first, within a priority; none does: each gets a quantum more
-    one of these does not flood: it goes first (no flood uses up its first credit before others)
+    one of these is below its share: it goes first (none above uses up its first credit before others)
     its last one begins: steps are throttled (Throttle)
 
 No key of one request gives this order. Of a tenant without credit, P goes before B, which has credit and a lower
@@ -294,7 +294,7 @@ class Precedence(enum.IntEnum):
     """Which of the tenants that share an engine go first: those of the highest that waits."""
 
     NO_CREDIT = 0
-    FLOODS = 1  # it has credit, and several requests that wait, with more than a quantum of prompts (cached or not)
+    ABOVE_SHARE = 1  # it has credit, and several requests wait, with more than a quantum of prompts, cached or not
     FIRST = 2
 
 
@@ -361,8 +361,8 @@ class TenantShares:
         if self.credit(req.asked.tenant) <= 0.0:
             return Precedence.NO_CREDIT
         num, num_tokens = self._waiting.get(req.asked.tenant, (0, 0))
-        floods = num > 1 and num_tokens > self._quantum * req.asked.weight
-        return Precedence.FLOODS if floods else Precedence.FIRST
+        above = num > 1 and num_tokens > self._quantum * req.asked.weight
+        return Precedence.ABOVE_SHARE if above else Precedence.FIRST
 
     def goes_before(self, head: Req, req: Req) -> bool:
         """Whether ``head``, which waits, is to have what ``req`` would have of a step."""
@@ -391,7 +391,7 @@ class TenantShares:
         self._looked_s = now_s
 
     def is_last(self, req: Req) -> bool:
-        """Whether no request of the tenant of ``req`` waits but that one, if it does: its tenant does not flood."""
+        """Whether no request of the tenant of ``req`` waits but that one, if it does: its tenant is below its share."""
         return self._waiting.get(req.asked.tenant, (0, 0))[0] <= (req.state is ReqState.WAITING)
 
     def heads(self, waiting: Iterable[Req]) -> list[Req]:
