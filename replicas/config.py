@@ -415,7 +415,7 @@ class SchedulerConfig:
     lpm_max_queue: int = 128  # lpm, dfs-weight, hrrn: a longer queue goes in order of arrival; on_time: asks no cache
     # a request that has waited this long goes before any better match; on_time: late_factor bounds waits instead
     ageing_s: float = 5.0
-    # on_time: the first token of a late request takes at most so many times as long as in order of arrival
+    # on_time: so many times as much of a queue longer than three objectives may be computed before a late request
     late_factor: float = 2.0
     # on: a point of a request's priority is worth ageing_s of waiting; off: the field is ignored
     priorities: Literal["off", "on"] = "off"

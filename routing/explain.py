@@ -115,17 +115,24 @@ def _objective(decision: Decision) -> list[str]:
     no replica looks at objectives."""
     computes = decision.prefill_id or decision.replica_id
     there = next(each for each in decision.candidates if each.replica_id == computes)
-    factor, terms = there.view.late_factor, there.terms
-    if not factor:
+    terms = there.terms
+    if not there.view.late_factor:
         return []
     if terms.ttft_s <= decision.objective_s:
         passed = f": it goes before {terms.passed_tokens:.0f} prompt tokens of late requests"
         return [f"It can be in time there ({decision.objective_s:g} s){passed if terms.passed_tokens else ''}."]
+    bound_s = latest_s(terms.ttft_s, decision.objective_s, there.view.late_factor)
     return [
         f"It cannot be in time there ({decision.objective_s:g} s): requests that can be go before it, until its first "
-        f"token takes {factor:g} times as long as in order of arrival, about "
-        f"{factor * terms.ttft_s:.1f} s."
+        f"token takes about {bound_s:.1f} s."
     ]
+
+
+def latest_s(ttft_s: float, objective_s: float, factor: float) -> float:
+    """Estimate by when a late request has its first token, whatever passes it, from what it takes in order of arrival:
+    the replica's rule (`bound_len` in replicas/scheduler/orders.py), in seconds."""
+    latest_s = 3.0 * objective_s
+    return max(ttft_s + 0.25 * objective_s, latest_s) + (factor - 1.0) * max(0.0, ttft_s - latest_s)
 
 
 def _tokens_clause(decision: Decision) -> str:

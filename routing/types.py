@@ -72,7 +72,7 @@ class ReplicaView:
     num_receiving: int = 0  # requests whose prompts are computed elsewhere: they wait for K/V or for pages
     queued_uncached_tokens: int = 0  # prompt tokens queued that no cache holds
     late_uncached_tokens: int = 0  # of those, of late requests, before which one goes that can be in time
-    late_factor: float = 0.0  # a late one waits at most so many times as long as in order of arrival; 0: none is passed
+    late_factor: float = 0.0  # of the bound of late requests, which others pass; 0: none is passed
     pool_utilization: float = 0.0  # share of the KV pool that a new request cannot have, 0 to 1
     pool_pages: int = 0  # capacity of its KV pool; with 0 the router's index holds nothing for it
     free_pages: int = 0  # of those, the pages that hold nothing, not even cached tokens

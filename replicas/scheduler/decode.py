@@ -153,11 +153,12 @@ def retract_until_it_fits(queues: Queues, kv: KvCache, ratio: NewTokenRatio, cou
     return retracted
 
 
-def retract(req: Req, queues: Queues, kv: KvCache, counters: Counters) -> None:
-    """Take the pages of a request in prefill or decode back; it waits again and keeps its tokens."""
+def retract(req: Req, queues: Queues, kv: KvCache, counters: Counters, *, kept: bool = False) -> None:
+    """Take the pages of a request in prefill or decode back; it waits again and keeps its tokens. ``kept``: it gives a
+    step away, and no memory, so its pages stay cached and do not count as lost."""
     assert not req.is_prefill_leg, f"prefill leg {req.rid}: its pages may be on their way"
     queues.remove(req)
-    if not req.in_background:  # else it says nothing of the pool: such a request gives way to every other
+    if not (req.in_background or kept):  # the former gives way to every other, which says nothing of the pool
         counters["retractions"] += 1
         counters["retracted_tokens"] += req.computed_len
     req.num_retractions += 1

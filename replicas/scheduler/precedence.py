@@ -33,14 +33,24 @@ import enum
 import math
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 from typing import NamedTuple
 
 from replicas.cache.kv import KvCache
 from replicas.config import SchedulerConfig
 from replicas.request import Bound, Guide, Req, ReqQueue, ReqState
-from replicas.scheduler.orders import ORDERS, Order, QueueEntry, passed_tokens, sort_keys
+from replicas.scheduler.orders import (
+    ORDERS,
+    Order,
+    QueueEntry,
+    bound_len,
+    in_time,
+    passed_tokens,
+    shortest_first,
+    sort_keys,
+    spare,
+)
 from replicas.types import TokenIds
 
 PeekLen = Callable[[TokenIds, str], int]  # cached prefix length of (token ids, salt), without side effects
@@ -147,17 +157,26 @@ class WaitingQueue(ReqQueue):
         if req.in_background:
             super().add(req)
             return
-        if self._order.by_objective and req.rank.bound.at_len == math.inf:
-            ahead_len = mid_prompt_len + sum(other.rank.bound.own_len for other in self._reqs)
+        if self._order.by_objective:
             own_len = req.num_tokens - self._cached_len(req)
-            factor, counters = self._rules.late_factor, self._rules.counters
-            req.rank.bound = Bound(
-                own_len=own_len,
-                at_len=counters["prefill_tokens"] + factor * (ahead_len + own_len),
-                at_begun=counters["begun_where_short"] + factor * self.num_counted,
-            )
+            if req.rank.bound.at_len == math.inf:
+                req.rank.bound = self._bound(req, mid_prompt_len, own_len)
+            else:  # it was retracted, and has computed a part
+                req.rank.bound = replace(req.rank.bound, own_len=min(req.rank.bound.own_len, own_len))
         super().add(req)
         self.shares.waits(req)
+
+    def _bound(self, req: Req, mid_prompt_len: int, own_len: int) -> Bound:
+        ahead_len = mid_prompt_len + sum(other.rank.bound.own_len for other in self._reqs)
+        s_per_token, objective_s = self.step_times.s_per_token, req.asked.objective_s
+        known = s_per_token > 0 and objective_s is not None
+        objective_len = objective_s / s_per_token if known else math.inf
+        factor, counters = self._rules.late_factor, self._rules.counters
+        return Bound(
+            own_len=own_len,
+            at_len=counters["prefill_tokens"] + bound_len(ahead_len, own_len, objective_len, factor),
+            at_begun=counters["begun_where_short"] + factor * self.num_counted,
+        )
 
     def remove(self, req: Req) -> None:
         super().remove(req)
@@ -257,6 +276,22 @@ class WaitingQueue(ReqQueue):
                 left_len=bound.at_len - num_computed,
             )
         return entries
+
+    def in_time_before(self, chunked: Req, now_s: float) -> list[Req]:
+        """Return the request that goes before the rest of ``chunked``, which is mid-prompt, or none: the first of those
+        that can be in time, where ``chunked`` cannot be beside them and every bound allows it."""
+        reqs = [req for req in self.counted if req.rank.priority >= chunked.rank.priority]
+        if not self._order.by_objective or len(reqs) > self._rules.lpm_max_queue:
+            return []
+        entries = list(self._entries([*reqs, chunked], now_s).values())
+        entries[-1].uncached_len = chunked.num_tokens - chunked.computed_len
+        entries[-1].needed_s = entries[-1].uncached_len * self.step_times.s_per_token
+        able = in_time(entries)
+        if not able or len(reqs) in able:
+            return []
+        first = shortest_first(entries, able)[0]
+        allowed = entries[first].uncached_len <= spare(entries) and not self.shares.goes_before(chunked, reqs[first])
+        return [reqs[first]] if allowed else []
 
     def order_masks(self, order: Sequence[Req]) -> None:
         """Put the long masks that no thread computes yet into ``order``, but by class, and one tenant after the other:

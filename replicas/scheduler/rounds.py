@@ -334,7 +334,9 @@ class LastRound:
         return "slots" if any(self.refusals.get((r.rid, r.index)) is Refusal.RUNNING_LIMIT for r in waiting) else ""
 
 
-def give_way(last: LastRound, queues: Queues, kv: KvCache, counters: Counters, *, max_running: int) -> None:
+def give_way(
+    last: LastRound, queues: Queues, kv: KvCache, counters: Counters, *, max_running: int, now_s: float
+) -> None:
     """Retract what others are to have before prompts are chosen: the step of one in the middle of its prompt, whose
     pages stay cached, and the place of a running request."""
 
@@ -346,7 +348,7 @@ def give_way(last: LastRound, queues: Queues, kv: KvCache, counters: Counters, *
         """Retract those that must leave so that the first of ``reqs`` for which any can has what it needs."""
         found = next(filter(None, (victims(need, req, queues, kv) for req in reqs)), [])
         for victim in found:
-            retract(victim, queues, kv, counters)
+            retract(victim, queues, kv, counters, kept=need in (Need.TURN, Need.TIME))
         return found
 
     shares, chunked = queues.waiting.shares, queues.chunked
@@ -361,3 +363,5 @@ def give_way(last: LastRound, queues: Queues, kv: KvCache, counters: Counters, *
     if chunked is not None:
         take_from(Need.STEP, itertools.islice(could_begin(higher), 1))
         take_from(Need.TURN, heads)
+    if queues.chunked is not None:
+        take_from(Need.TIME, could_begin(queues.waiting.in_time_before(queues.chunked, now_s)))

@@ -149,7 +149,7 @@ class Scheduler:
                 self._end(req, finish)
         while (due := self.deadlines.due(now_s)) is not None:
             self._end(due, deadline_passed(due, now_s))
-        give_way(self.last, queues, self.kv, self.counters, max_running=self.max_running)
+        give_way(self.last, queues, self.kv, self.counters, max_running=self.max_running, now_s=now_s)
         slots = (queues, self.kv, self._ratio, self.counters)
         gave_way, decode = take_slots(*slots) if mixed else (False, None)  # before any prompt's
         slotted = list(queues.running)

@@ -21,6 +21,7 @@ class Need(enum.Enum):
 
     STEP = "the next step, which one in the middle of its prompt would have first: for the highest class that waits"
     TURN = "the same, for the request that its tenant would run next"
+    TIME = "the same, for one that can have its first token in time, where the one mid-prompt cannot"
     PLACE = "a row, for the request that its tenant would run next"
     PAGES = "pages, for the request that its tenant would run next"
     ROOM = "a row or pages, for a request that could begin now"
@@ -41,12 +42,15 @@ def _mid_prompt_of_a_lower_class(need: Need, req: Req, queues: Queues, kv: KvCac
     return [] if chunked is None or chunked.is_prefill_leg else below([chunked], req)
 
 
-def _mid_prompt_of_a_tenant_that_had_more(need: Need, req: Req, queues: Queues, kv: KvCache) -> list[Req]:
+def _mid_prompt_that_is_kept(need: Need, req: Req, queues: Queues, kv: KvCache) -> list[Req]:
     """Only where its pages stay cached: else two such prompts would begin anew by turns."""
     chunked = queues.chunked
-    if chunked is None or chunked.is_prefill_leg or not kv.keeps(chunked):
-        return []
-    return [chunked] if queues.waiting.shares.goes_before(req, chunked) else []
+    return [] if chunked is None or chunked.is_prefill_leg or not kv.keeps(chunked) else [chunked]
+
+
+def _mid_prompt_of_a_tenant_that_had_more(need: Need, req: Req, queues: Queues, kv: KvCache) -> list[Req]:
+    found = _mid_prompt_that_is_kept(need, req, queues, kv)
+    return found if found and queues.waiting.shares.goes_before(req, found[0]) else []
 
 
 def _one_of_a_lower_class(need: Need, req: Req, queues: Queues, kv: KvCache) -> list[Req]:
@@ -118,6 +122,7 @@ def beyond_share(reqs: Sequence[Req], size: Size, *, head: Req | None = None) ->
 REASONS: dict[Need, tuple[Reason, ...]] = {
     Need.STEP: (_mid_prompt_of_a_lower_class,),
     Need.TURN: (_mid_prompt_of_a_tenant_that_had_more,),
+    Need.TIME: (_mid_prompt_that_is_kept,),
     Need.PLACE: (_one_of_the_tenant_beyond_its_share,),
     Need.PAGES: (_one_of_the_tenant_beyond_its_share,),
     Need.ROOM: (_one_of_a_lower_class,),

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from replicas.scheduler.budget import prompt_tokens
 from replicas.scheduler.orders import ORDERS
 from replicas.scheduler.plan import ExtendPlan
-from replicas.scheduler.precedence import MOST_LEFT_OUT
+from replicas.scheduler.precedence import MOST_LEFT_OUT, StepTimes
 from replicas.types import Finish, FinishReason
 from tests.harness import Bench
 
@@ -23,7 +23,7 @@ arrivals = st.tuples(
     st.integers(0, 1),  # priority
     st.sampled_from(["", "one", "two"]),  # tenant
     st.sampled_from([None, None, 0.03, 0.5]),  # deadline_s; a step takes 0.01
-    st.sampled_from([None, 0.0, 0.05, 1.0]),  # objective_s
+    st.sampled_from([None, 0.0, 0.1, 1.0]),  # objective_s
 )
 actions = st.lists(
     st.one_of(arrivals, st.tuples(st.just("abort"), st.integers(0, 30)), st.tuples(st.just("step"), st.integers(1, 6))),
@@ -60,10 +60,11 @@ def step(bench: Bench, left_out: Counter[str], *, chunk: int, mixed: bool) -> No
     spare=st.integers(0, 60),
     ratio=st.sampled_from([0.0, 0.5, 1.0]),
     prefix_cache=st.sampled_from(["radix", "chunk"]),
-    policy=st.sampled_from(sorted(ORDERS)),
+    policy=st.sampled_from([*sorted(ORDERS), "on_time", "on_time"]),
     mixed=st.booleans(),
     priorities=st.sampled_from(["off", "on"]),
     window=st.sampled_from([None, None, 3, 9]),
+    s_per_token=st.sampled_from([0.0, 0.005]),
 )
 def test_every_request_ends_with_the_oracles_answer_and_nothing_leaks(
     actions: list[tuple[object, ...]],
@@ -76,6 +77,7 @@ def test_every_request_ends_with_the_oracles_answer_and_nothing_leaks(
     mixed: bool,
     priorities: str,
     window: int | None,
+    s_per_token: float,
 ) -> None:
     """Pool, Table, Radix, Same answer, Salt and Request, after every step."""
     longest = max(len(prefix) for prefix in PREFIXES) + 12 + 20  # one request alone always fits
@@ -92,6 +94,7 @@ def test_every_request_ends_with_the_oracles_answer_and_nothing_leaks(
         mixed_steps=mixed,
         priorities=priorities,
     )
+    bench.scheduler.queues.waiting.step_times = StepTimes(s_per_token=s_per_token)
     left_out = Counter[str]()
     for action in actions:
         match action:

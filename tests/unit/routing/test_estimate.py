@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from kvtransfer.pages import page_keys
-from routing.explain import explain
+from replicas.scheduler.orders import bound_len
+from routing.explain import explain, latest_s
 from routing.router import Router
 from routing.types import (
     Candidate,
@@ -356,9 +357,12 @@ def test_the_explanation_says_whether_it_can_be_in_time_and_how_long_it_may_be_p
     )
     late = explain(f.router.explain_only(RouteQuery(rid="r", token_ids=PROMPT, objective_s=1.5)))
     assert late.splitlines()[1] == (
-        "It cannot be in time there (1.5 s): requests that can be go before it, until its first token takes 2 times as "
-        "long as in order of arrival, about 22.0 s."
+        "It cannot be in time there (1.5 s): requests that can be go before it, until its first token takes about "
+        "17.9 s."
     )
+    for ahead_len, objective_s in ((0, 9.0), (2_000, 9.0), (9_000, 1.5)):
+        bound = bound_len(ahead_len, 1, objective_s * 1_000, 2.0) / 1_000
+        assert latest_s((ahead_len + 1) / 1_000, objective_s, 2.0) == pytest.approx(bound, abs=0.002)
     f.router.update([view("a", 1.0)])  # its order knows no objective
     assert " in time" not in explain(f.router.explain_only(RouteQuery(rid="r", token_ids=PROMPT, objective_s=1.5)))
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from replicas.request import Req, ReqState
-from replicas.scheduler.orders import ORDERS, QueueEntry, in_time, passed_tokens, shortest_first, sort_keys
+from replicas.scheduler.orders import ORDERS, QueueEntry, bound_len, in_time, passed_tokens, shortest_first, sort_keys
 from replicas.scheduler.precedence import StepTimes
 from tests.harness import Bench
 
@@ -255,16 +255,17 @@ def test_one_that_waits_alone_is_passed_only_if_it_is_late(objective_s: float, p
 
 
 def test_a_late_request_starts_when_its_bound_is_reached_whatever_comes() -> None:
-    """It came behind 3 tokens and has 40: at 2 x 43 others may have 46 tokens before it, in prompts of 10."""
+    """In order of arrival it is through after its 40 tokens. Three objectives are 90: others may have 50 before it, in
+    prompts of 10."""
     bench = busy(late_factor=2.0)
-    late = bench.submit(range(300, 340), max_new_tokens=1, objective_s=0.1)
+    late = bench.submit(range(300, 340), max_new_tokens=1, objective_s=0.3)
     bound, queue = late.rank.bound, bench.scheduler.queues.waiting
-    assert bound.at_len == bench.scheduler.counters["prefill_tokens"] + 2 * 40
+    assert bound.at_len == bench.scheduler.counters["prefill_tokens"] + 90
     queue.remove(late)
     queue.add(late)  # as what was retracted
-    assert late.rank.bound is bound
+    assert late.rank.bound == bound
     late.rank.bound = replace(bound, at_begun=math.inf)
-    assert num_before(bench, late) == 4  # 40 of the 40 that are left to others
+    assert num_before(bench, late) == 5
     bench.run()
 
 
@@ -272,7 +273,7 @@ def test_no_more_than_twice_as_many_requests_begin_before_one_where_places_are_s
     """However few tokens they have to compute: by tokens alone 40 of them could."""
     bench = busy(late_factor=2.0)
     bench.submit([1, 2, 3, 4], max_new_tokens=1, objective_s=60.0)
-    late = bench.submit(range(300, 340), max_new_tokens=1, objective_s=0.1)
+    late = bench.submit(range(300, 340), max_new_tokens=1, objective_s=0.3)
     assert late.rank.bound.at_begun == 2 * 2
     assert num_before(bench, late, prompt_len=1) == 3  # and the one that was there
     bench.run()
@@ -322,10 +323,49 @@ def test_what_is_left_of_a_prompt_that_has_begun_counts_as_work_before_a_request
 def test_a_bound_crosses_priorities_once_it_has_waited_five_seconds_for_each_point() -> None:
     bench = busy(late_factor=2.0, priorities="on")
     reqs = {"low": bench.submit(range(300, 310), objective_s=0.01)}
-    bench.scheduler.counters["prefill_tokens"] += 9
     reqs["high"] = bench.submit(range(400, 410), priority=9)
     assert names(bench, reqs, after_s=1.0) == ["high", "low"]
-    bench.scheduler.counters["prefill_tokens"] += 1  # 10 of the 20 until it must be through: its own 10 are left
+    bench.scheduler.counters["prefill_tokens"] += 1  # fewer are left than its own 10 until it must be through
     assert names(bench, reqs, after_s=44.0) == ["high", "low"]
     assert names(bench, reqs, after_s=46.0) == ["low", "high"]
     bench.run()
+
+
+@pytest.mark.parametrize(
+    ("ahead", "own", "objective", "most"),
+    [
+        (0, 10, 100, 300),  # it may be three objectives late
+        (100, 290, 100, 415),  # later than that in order of arrival: a quarter of one more
+        (500, 10, 100, 735),  # a queue of five: two of it are counted twice
+        (500, 10, math.inf, 1020),  # no step was timed, or it has no objective
+    ],
+)
+def test_a_bound_counts_from_order_of_arrival(ahead: int, own: int, objective: float, most: float) -> None:
+    assert bound_len(ahead, own, objective, 2.0) == most
+
+
+@pytest.mark.parametrize(
+    ("long", "short", "first"),
+    [
+        ({"objective_s": 0.3}, {"objective_s": 1.0}, True),
+        ({"objective_s": 9.0}, {"objective_s": 1.0}, False),  # both can be in time
+        ({"objective_s": 0.3}, {"objective_s": 0.05}, False),  # neither can
+        ({"objective_s": 0.3, "priority": 1}, {"objective_s": 1.0}, False),
+        ({"objective_s": 0.03}, {"objective_s": 1.0}, False),  # its bound leaves no room
+    ],
+)
+def test_a_prompt_that_is_late_gives_way_between_two_chunks_to_one_that_can_be_in_time(
+    long: dict[str, float], short: dict[str, float], first: bool
+) -> None:
+    """What is computed of it stays: no token is computed twice, and none counts as lost."""
+    bench = Bench(page_size=4, num_pages=64, chunked_prefill_size=16, policy="on_time", priorities="on")
+    bench.scheduler.queues.waiting.step_times = StepTimes(s_per_token=0.01)
+    late = bench.submit(range(300, 380), max_new_tokens=1, **long)
+    bench.step()
+    quick = bench.submit(range(400, 410), max_new_tokens=1, **short)
+    while late.state is not ReqState.FINISHED and quick.state is not ReqState.FINISHED:
+        bench.step()
+    assert (quick.state is ReqState.FINISHED) is first
+    bench.run()
+    assert bench.scheduler.counters["prefill_tokens"] == 90
+    assert bench.scheduler.counters["retracted_tokens"] == 0
