@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 from collections.abc import AsyncIterator
+from unittest.mock import patch
 
 import httpx
 import pytest
@@ -22,7 +23,7 @@ from deployments.http.service import Service
 from deployments.record.route_log import RouteLog
 from replicas.errors import InvalidRequest
 from replicas.types import GenerateRequest
-from routing.types import Decision, NoReplica, RouteQuery
+from routing.types import NoReplica
 from tests.harness import Clock
 from tests.unit.deployments.in_process import House, ScriptedReplica
 from tests.unit.deployments.listening import client_of
@@ -35,6 +36,14 @@ async def scripted() -> AsyncIterator[House]:
     """Its clock stands still: what waits does not get less while a test is held up."""
     async with House(max_wait_s=10.0, clock=Clock()) as house:
         yield house
+
+
+async def queued(house: House, tokens: int, **figures: float) -> ScriptedReplica:
+    """Add a replica that computes 1,000 tokens a second, and before which ``tokens`` wait."""
+    replica = ScriptedReplica(f"r{len(house.leases.replicas)}")
+    replica.stats = stats(waiting_uncached_tokens=tokens, prefill_tokens_per_s=1000.0, **figures)
+    await house.ready(replica)
+    return replica
 
 
 async def test_only_the_most_recent_are_kept_and_a_name_finds_the_last_request_that_had_it(scripted: House) -> None:
@@ -97,10 +106,8 @@ async def test_the_choices_of_one_key_are_bounded_and_those_of_others_are_not(sc
 
 async def test_when_every_queue_is_too_long_the_answer_is_429_with_the_wait(scripted: House) -> None:
     """15 and 12 s of prompt tokens wait; 10 s are allowed: come back in 2."""
-    replicas = [ScriptedReplica("r0"), ScriptedReplica("r1")]
-    for replica, tokens in zip(replicas, (15_000, 12_000), strict=True):
-        replica.stats = stats(waiting_uncached_tokens=tokens, prefill_tokens_per_s=1000.0)
-    await scripted.ready(*replicas)
+    for tokens in (15_000, 12_000):
+        await queued(scripted, tokens)
     with pytest.raises(Saturated, match=r"the shortest wait is estimated at 1\d\.\d s, at most 10 s") as error:
         await scripted.collect(rid="a1.0-me")
     response = error_response(error.value, {"path": "/generate"})
@@ -113,9 +120,7 @@ async def test_when_every_queue_is_too_long_the_answer_is_429_with_the_wait(scri
 
 async def test_a_tenant_is_not_refused_because_another_one_floods_the_queue(scripted: House) -> None:
     """12 s wait, 10 are allowed. Replicas would serve one request of each tenant before the light one's: 2 of 5."""
-    replica = ScriptedReplica("r0")
-    replica.stats = stats(waiting_uncached_tokens=12_000, prefill_tokens_per_s=1000.0)
-    await scripted.ready(replica)
+    replica = await queued(scripted, 12_000)
     replica.hold.clear()
     scripted.dispatcher._limits = TryLimits()
     tenants = ["heavy"] * 4 + ["other"]
@@ -135,9 +140,7 @@ async def test_of_others_queue_counts_as_many_tokens_as_a_tenant_waits_for_itsel
     scripted: House, own_len: int, others_len: int, is_let_in: bool
 ) -> None:
     """12 s wait, 10 are allowed: a short prompt goes before most of another's long one, a long one before nothing."""
-    replica = ScriptedReplica("r0")
-    replica.stats = stats(waiting_uncached_tokens=12_000, prefill_tokens_per_s=1000.0)
-    await scripted.ready(replica)
+    replica = await queued(scripted, 12_000)
     replica.hold.clear()
     scripted.dispatcher._limits = TryLimits()
     waiting = [
@@ -159,9 +162,7 @@ async def test_waits_that_turn_out_longer_than_estimated_are_refused_before_the_
 ) -> None:
     """6 s wait, 10 are allowed. Once first tokens have come after twice the estimate, 6 s are too long; but not before
     one has come after more than 10 s: the estimate may have become right since it was wrong."""
-    replica = ScriptedReplica("r0")
-    replica.stats = stats(waiting_uncached_tokens=6_000, prefill_tokens_per_s=1000.0)
-    await scripted.ready(replica)
+    await queued(scripted, 6_000)
     await scripted.collect(rid="a1.0-soon")
     record = scripted.dispatcher.routes.find("soon")
     assert record is not None
@@ -250,27 +251,16 @@ async def test_a_route_that_another_router_decided_is_told_by_whichever_is_asked
             assert (await client.get(f"/route/{ours['id']}")).json()["router"] == "router"
 
 
-async def test_the_router_learns_how_long_a_request_may_wait(scripted: House, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_router_learns_how_long_a_request_may_wait(scripted: House) -> None:
     await scripted.ready(ScriptedReplica("r0"))
-    asked: list[RouteQuery] = []
-    choose = scripted.router.choose
-
-    def noted(query: RouteQuery) -> Decision:
-        asked.append(query)
-        return choose(query)
-
-    monkeypatch.setattr(scripted.router, "choose", noted)
-    await scripted.collect(rid="a1.0-me")
-    assert [query.max_wait_s for query in asked] == [10.0]
+    with patch.object(scripted.router, "choose", wraps=scripted.router.choose) as choose:
+        await scripted.collect(rid="a1.0-me")
+    assert [call.args[0].max_wait_s for call in choose.call_args_list] == [10.0]
 
 
 async def test_a_request_that_can_be_in_time_is_not_refused_because_late_ones_wait(scripted: House) -> None:
     """12 s wait, 10 are allowed; but a request that can be in time waits for 1 s of them."""
-    replica = ScriptedReplica("r0")
-    replica.stats = stats(
-        waiting_uncached_tokens=12_000, late_uncached_tokens=11_000, late_factor=2.0, prefill_tokens_per_s=1000.0
-    )
-    await scripted.ready(replica)
+    await queued(scripted, 12_000, late_uncached_tokens=11_000, late_factor=2.0)
     await scripted.collect(objective_s=5.0, rid="a1.0-in-time")
     with pytest.raises(Saturated, match=r"the shortest wait is estimated at 1\d\.\d s, at most 10 s"):
         await scripted.collect(objective_s=0.5, rid="a1.0-late")
@@ -279,11 +269,7 @@ async def test_a_request_that_can_be_in_time_is_not_refused_because_late_ones_wa
 
 async def test_a_strict_objective_is_refused_at_once_where_it_cannot_be_met(scripted: House) -> None:
     """1,000 tokens of those that would be in time too are before it, which take 1 s; late ones are not."""
-    replica = ScriptedReplica("r0")
-    replica.stats = stats(
-        waiting_uncached_tokens=9_000, late_uncached_tokens=8_000, late_factor=2.0, prefill_tokens_per_s=1000.0
-    )
-    await scripted.ready(replica)
+    await queued(scripted, 9_000, late_uncached_tokens=8_000, late_factor=2.0)
     strict, loose = (hints_of(Headers({"x-manta-objective": given})) for given in ("0.5; strict", "0.5"))
     await scripted.collect(objective_s=2.0, rid="a1.0-in-time", hints=strict)
     await scripted.collect(objective_s=0.5, rid="a2.0-loose", hints=loose)

@@ -1,6 +1,5 @@
 """What a router tells the observatory: the fleet as it sees it, and the requests that changed."""
 
-import asyncio
 import time
 from collections.abc import AsyncIterator
 
@@ -21,14 +20,9 @@ MODEL = {"path": "somebody/tiny"}
 
 @pytest.fixture
 async def house() -> AsyncIterator[House]:
-    house = House()
-    await house.start()
-    house.add(ScriptedReplica("r0"))
-    async with asyncio.timeout(30):
-        while not house.fleet.num_ready:
-            await asyncio.sleep(0.002)
-    yield house
-    await house.stop()
+    async with House() as house:
+        await house.ready(ScriptedReplica("r0"))
+        yield house
 
 
 def told(house: House, since: dict[str, int], config: AppConfig | None = None) -> RouterView:

@@ -120,8 +120,3 @@ def test_a_load_that_is_stopped_is_reported_as_far_as_it_came(
     said = capsys.readouterr()
     assert said.out.startswith("requests   1 in ")
     assert "stopped: these are the requests that had ended" in said.err
-
-
-def test_without_a_manta_nothing_is_sent(capsys: pytest.CaptureFixture[str]) -> None:
-    assert bench.run("127.0.0.1:1", None, OPTIONS, users=1, for_s=60.0) == ask.UNREACHABLE
-    assert "nothing answers at http://127.0.0.1:1" in capsys.readouterr().err

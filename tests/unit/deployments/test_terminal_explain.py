@@ -75,17 +75,6 @@ def test_terms_that_older_routers_lack_or_that_are_0_everywhere_have_a_column_on
     assert " ".join(row[-17:-7]) == "200 ms 18 ms 10 ms 0 ms 3.0 ms"
 
 
-def test_each_try_tells_why_it_failed() -> None:
-    lost = tried(failure="ReplicaGone: replica a1 died", candidates=[])
-    blocks = plain(explain.drawn(answer(lost, tried(replica="b2", candidates=[])))).split("\n\n")
-    assert blocks[0].startswith("me: ok, 2 tries,")
-    assert blocks[1:3] == [
-        "Try 1: me (1709 prompt tokens) went to a1 by estimated_ttft: soonest.",
-        "It failed: ReplicaGone: replica a1 died",
-    ]
-    assert blocks[3].startswith("Try 2: me (1709 prompt tokens) went to b2")
-
-
 def test_a_request_without_a_token_says_so() -> None:
     running = tried(outcome="running", actual={"cached_tokens": None, "ttft_s": None})
     assert "Outcome: running; no token yet." in plain(explain.drawn(answer(running, outcome="running")))

@@ -155,7 +155,7 @@ def test_before_serve_has_told_since_when_manta_runs_nothing_is_said_of_it() -> 
 def test_links_are_shown_where_prefill_and_decode_are_apart() -> None:
     link = {"from": "p", "to": "d", "bytes_per_s": 2_500_000.0, "kv_transfers_per_s": 1.5, "failed_per_s": 0.0}
     text = snapshot(mode="disaggregated", links=[link])
-    assert "from  to  KV transfers/s  failed/s  bytes/s\np     d           1.5         0     2.5M\n" in text
+    assert "from  to  KV transfers/s  failed/s  bytes/s\np     d              1.5         0     2.5M\n" in text
 
 
 def test_a_bar_has_its_width_whatever_the_shares() -> None:
