@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from kvtransfer.layout import head_slices
-from kvtransfer.ports.memory import KvMemory, destination_spans, page_digests, source_spans
+from kvtransfer.ports.memory import KvMemory, page_digests
 from tests.kv_pools import layout, page_ids, random_pools
 
 WHOLE = ((0, 3072),)
@@ -24,25 +23,6 @@ def test_every_byte_of_a_page_counts() -> None:
         assert page_digests(memory, page_ids(2), WHOLE)[0] != before, position
         memory.view[2, position] ^= 1
     assert page_digests(memory, page_ids(2), WHOLE)[0] == before
-
-
-def test_exchanged_pages_have_exchanged_digests() -> None:
-    memory, _ = memory_of()
-    one, other = page_digests(memory, page_ids(1, 2), WHOLE)
-    np.testing.assert_array_equal(page_digests(memory, page_ids(2, 1), WHOLE), [other, one])
-    assert one != other
-
-
-@pytest.mark.parametrize("rank", [0, 1, 2])
-def test_a_third_of_the_heads_has_one_digest_on_both_sides_of_unequal_ranks(rank: int) -> None:
-    whole, third = layout(1), layout(3)
-    pools = random_pools(third, 5, seed=7)
-    joined = np.concatenate(pools, axis=3)
-    there, here = KvMemory.of_array(third, pools[rank]), KvMemory.of_array(whole, joined)
-    slices = head_slices(third, rank, whole, 0)
-    sent = page_digests(there, page_ids(4, 1), source_spans(slices))
-    got = page_digests(here, page_ids(4, 1), destination_spans(slices))
-    np.testing.assert_array_equal(sent, got)
 
 
 def test_pages_of_a_device_are_read_through_the_reader() -> None:

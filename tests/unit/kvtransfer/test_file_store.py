@@ -248,22 +248,6 @@ def test_a_failing_disk_is_left_alone_for_a_while_and_tried_again(
     store.check()
 
 
-def test_a_file_limit_is_an_error_of_the_kernel_and_leaves_nothing(tmp_path: Path) -> None:
-    """The kernel refuses the write half way (RLIMIT_FSIZE), in a process of its own."""
-    program = (
-        "import resource, sys, numpy as np\n"
-        "from pathlib import Path\n"
-        "from tests.unit.kvtransfer.test_file_store import open_store, only, run_of_pages, views, key_of\n"
-        "resource.setrlimit(resource.RLIMIT_FSIZE, (3000, 3000))\n"
-        "store = open_store(Path(sys.argv[1]))\n"
-        "print([only(store.write([(key_of(n), views(run_of_pages(n, seed=n)))])).status.value for n in (2, 4)])\n"
-        "print(store.stats().errors)\n"
-    )
-    run = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, timeout=300)
-    assert run.stdout.split("\n")[:2] == ["['stored', 'error']", "1"], run.stderr
-    assert [path.name for path in tmp_path.glob("*/*")] == [file_of(tmp_path, 2).name]
-
-
 def given_away(path: Path) -> None:
     """Let another user own ``path``."""
     if os.geteuid():
@@ -398,21 +382,6 @@ def test_a_root_that_is_not_ours_alone_is_refused_and_one_that_becomes_so_is_a_m
     assert len(list(root.glob("*/*.kv"))) == 1
 
 
-def test_an_unreadable_file_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = open_store(tmp_path)
-    put(store, 1)
-    file_of(tmp_path, 1).chmod(0)
-    if os.access(file_of(tmp_path, 1), os.R_OK):  # root reads everything
-
-        def refuse(*_: object, **__: object) -> int:
-            raise PermissionError(errno.EACCES, "Permission denied")
-
-        monkeypatch.setattr(os, "open", refuse)
-    result = only(store.read([(key_of(1), views(run_of_pages(1, seed=1)))]))
-    assert result.status is ReadStatus.ERROR
-    assert "Permission denied" in result.reason
-
-
 def test_a_root_that_vanished_is_not_made_again(tmp_path: Path) -> None:
     root = tmp_path / "store"
     clock = Clock()
@@ -429,7 +398,7 @@ def test_a_root_that_vanished_is_not_made_again(tmp_path: Path) -> None:
     store.check()
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(4))
 def test_whatever_two_stores_do_in_one_folder_a_read_is_right_or_none(tmp_path: Path, seed: int) -> None:
     draw, clock = random.Random(seed), Clock()
     capacity_bytes = draw.choice([3, 10, 40]) * ITEM_BYTES

@@ -307,14 +307,6 @@ def test_whatever_a_stranger_says_costs_at_most_its_own_connection(said: list[by
         p.close()
 
 
-def test_another_token_connects_to_nothing(make: Make) -> None:
-    d, p = make("d", token=b"guess"), make("p")
-    link = d.links.dial(p.hello.address, "rooms")
-    run(d, p)
-    assert d.heard.up == p.heard.up == []
-    assert d.heard.down == [(link, "the peer closed the connection", False)]
-
-
 def test_many_strangers_do_not_use_up_the_descriptors(make: Make) -> None:
     p = make("p")
     strangers = [socket.create_connection(("127.0.0.1", p.links.port)) for _ in range(MAX_STRANGERS + 20)]

@@ -31,10 +31,6 @@ def test_a_note_comes_back_as_it_was(num_pages: int) -> None:
     np.testing.assert_array_equal(got.digests, note.digests)
 
 
-def test_thirty_two_pages_and_a_meta_of_a_kilobyte_stay_below_four() -> None:
-    assert len(pack(note_of(32, b"m" * 1024))) == 40 + 32 * 8 + 1024 + 8
-
-
 def test_every_changed_byte_is_refused() -> None:
     data = pack(note_of(2, b"meta"))
     for position in range(len(data)):

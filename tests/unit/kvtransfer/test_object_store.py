@@ -203,35 +203,6 @@ def test_what_is_read_ahead_is_bounded_and_given_up_with_the_read() -> None:
         assert held.num_asked <= 2 * MOST_CONNECTIONS
 
 
-def test_a_service_that_comes_back_is_used_again() -> None:
-    status = b"503 Slow Down"
-
-    def answer(connection: socket.socket, _: bytes) -> None:
-        connection.sendall(b"HTTP/1.1 %s\r\nContent-Length: 0\r\n\r\n" % status)
-
-    with service(answer) as endpoint:
-        clock = Clock()
-        store = open_bucket(endpoint, clock)
-        assert read(store)[0] is ReadStatus.ERROR
-        status = b"404 Not Found"
-        assert read(store)[0] is ReadStatus.ERROR  # not asked: it is too early
-        clock.now += 0.6
-        assert read(store)[0] is ReadStatus.MISSING
-        assert (store.stats().errors, store.stats().missing) == (1, 1)
-        store.close()
-
-
-def test_many_keys_are_asked_side_by_side(s3_server: str) -> None:
-    store = open_bucket(s3_server)
-    for number in (200, 203):
-        only(store.write([(key_of(number), views(run_of_pages(1, seed=number)))]))
-    fresh = open_bucket(s3_server)
-    assert fresh.contains([key_of(number) for number in range(200, 206)]) == [True, False, False, True, False, False]
-    assert fresh.stats().asked == 6
-    assert fresh.stats().asked_s > 0
-    fresh.check()
-
-
 def test_a_look_knows_what_it_knew_at_its_beginning(s3_server: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the service says of one key may push out what was remembered of another: that was a KeyError."""
     monkeypatch.setattr(object_store, "MOST_REMEMBERED", 2)
@@ -356,12 +327,3 @@ def test_a_run_that_is_not_right_ends_the_read_and_is_deleted(chain: Chain, wron
     assert chain.read(0, 11) == [OK] * 4 + [ReadStatus.MISSING]
     assert chain.write(4, 8) == [STORED] * 4
     assert chain.read(0, 11) == [OK] * 11
-
-
-def test_runs_begin_at_multiples_of_their_length_in_the_chain() -> None:
-    keys = [key_of(number) for number in range(11)]
-    in_runs = keys_in_runs(keys, 4)
-    assert in_runs == keys  # what names a page stays
-    assert [getattr(key, "run", None) for key in in_runs] == [keys[3]] * 4 + [keys[7]] * 4 + [None] * 3
-    assert [key.place for key in in_runs[:8]] == [0, 1, 2, 3] * 2  # type: ignore[attr-defined]
-    assert [type(key) for num_pages in (0, 1, 12) for key in keys_in_runs(keys, num_pages)] == [bytes] * 33

@@ -75,16 +75,6 @@ def test_an_order_that_begins_inside_the_room_lands_behind_what_came_before() ->
     assert (arrived.page_offset, arrived.num_pages, arrived.bad_pages) == (2, 1, ())
 
 
-def test_no_page_at_all_is_a_note_alone() -> None:
-    _, p, d = pair()
-    expect(d, p, page_ids())
-    p.ports[0].write(order(d, page_ids(), page_ids(), meta=b"all was cached"))
-    events = poll_all([*p.ports, *d.ports])
-    assert Written(order_id=1, num_bytes=0) in events
-    (arrived,) = arrivals(events)
-    assert (arrived.num_pages, arrived.last, arrived.meta) == (0, True, b"all was cached")
-
-
 def test_no_page_and_not_the_last_is_written_without_a_note_to_the_peer() -> None:
     _, p, d = pair()
     expect(d, p, page_ids(1))
@@ -225,29 +215,6 @@ def test_a_note_that_speaks_of_more_pages_than_the_room_has_is_dropped() -> None
     assert d.ports[0].note_counts.malformed == 1
 
 
-def test_a_lost_note_ends_the_write_for_the_sender_and_leaves_the_receiver_waiting() -> None:
-    fabric, p, d = pair()
-    fabric.faults.lose_notes = 1
-    expect(d, p, page_ids(1))
-    p.ports[0].write(order(d, page_ids(5), page_ids(1)))
-    assert poll_all([*p.ports, *d.ports]) == [Written(order_id=1, num_bytes=3072)]
-
-
-def test_a_peer_that_hangs_does_not_hold_up_others() -> None:
-    fabric, p, hung = pair()
-    other = local_engine(fabric, seed=3)
-    connect(p, other)
-    fabric.hang(hung.agents[0])
-    p.ports[0].write(order(hung, page_ids(1, 2, 3, 4, 5, 6), page_ids(1, 2, 3, 4, 5, 6), order_id=1, room=1))
-    p.ports[0].write(order(other, page_ids(5, 6, 7), page_ids(1, 2, 3), order_id=2, room=2))
-    assert poll_all(p.ports) == [Written(order_id=2, num_bytes=3 * 3072)]
-    assert p.ports[0].num_in_flight == 1
-    fabric.resume(hung.agents[0])
-    expect(hung, p, page_ids(1, 2, 3, 4, 5, 6), room=1)
-    poll_all([*p.ports, *hung.ports])
-    np.testing.assert_array_equal(hung.pools[0][1:7], p.pools[0][1:7])
-
-
 def test_a_dead_peer_fails_all_its_orders_and_no_other() -> None:
     fabric, p, d = pair()
     other = local_engine(fabric, seed=3)
@@ -266,45 +233,6 @@ def test_a_dead_peer_fails_all_its_orders_and_no_other() -> None:
     (refused,) = poll_all(p.ports)
     assert isinstance(refused, WriteFailed)
     assert refused.drained
-
-
-def test_disconnecting_ends_every_order_of_the_peer_as_drained() -> None:
-    fabric, p, d = pair()
-    fabric.hang(d.agents[0])
-    p.ports[0].write(order(d, page_ids(1, 2, 3), page_ids(1, 2, 3)))
-    poll_all(p.ports)
-    p.ports[0].disconnect(d.incarnation)
-    p.ports[0].disconnect(d.incarnation)
-    last = poll_all(p.ports)[-1]
-    assert isinstance(last, WriteFailed)
-    assert last.drained
-    assert p.ports[0].num_in_flight == 0
-
-
-def test_a_write_to_a_hung_peer_lands_when_it_wakes_although_the_sender_gave_up() -> None:
-    """Why the receiver quarantines its pages."""
-    fabric, p, d = pair()
-    fabric.hang(d.agents[0])
-    p.ports[0].write(order(d, page_ids(5), page_ids(1)))
-    poll_all(p.ports)
-    p.ports[0].disconnect(d.incarnation)
-    fabric.resume(d.agents[0])
-    np.testing.assert_array_equal(d.pools[0][1], p.pools[0][5])
-
-
-def test_a_restarted_peer_is_another_peer() -> None:
-    fabric, p, d = pair()
-    fabric.kill(d.agents[0])
-    p.ports[0].write(order(d, page_ids(1), page_ids(1)))
-    poll_all(p.ports)
-    p.ports[0].disconnect(d.incarnation)
-    again = local_engine(fabric, seed=4)
-    connect(p, again)
-    expect(again, p, page_ids(1))
-    p.ports[0].write(order(again, page_ids(5), page_ids(1), order_id=2))
-    events = poll_all([*p.ports, *again.ports])
-    assert Written(order_id=2, num_bytes=3072) in events
-    np.testing.assert_array_equal(again.pools[0][1], p.pools[0][5])
 
 
 def test_a_write_to_a_stranger_or_beyond_the_peers_pool_is_refused() -> None:

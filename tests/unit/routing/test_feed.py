@@ -32,39 +32,6 @@ def feed(capacity: int = 100, *, still_open: frozenset[int] = frozenset()) -> tu
     return Feed(index, 0, still_open.__contains__), index
 
 
-def test_events_from_the_first_on_need_no_snapshot() -> None:
-    f, index = feed()
-    assert f.apply([KeysStored(1, keys(1, 2)), KeysRemoved(2, keys(2)), KeysStored(3, keys(3))])
-    assert index.pages(0) == {1, 3}
-
-
-def test_events_from_the_middle_on_need_a_snapshot_and_are_kept_until_it_comes() -> None:
-    f, index = feed()
-    assert not f.apply([KeysStored(7, keys(7))])
-    assert not f.apply([KeysRemoved(8, keys(1))])
-    assert index.pages(0) == set()
-    assert f.apply_snapshot(IndexSnapshot(6, keys(1, 2)))
-    assert index.pages(0) == {2, 7}
-
-
-def test_a_gap_asks_for_a_snapshot_and_is_healed_if_the_missing_event_turns_up() -> None:
-    f, index = feed()
-    assert f.apply([KeysStored(1, keys(1))])
-    assert not f.apply([KeysRemoved(3, keys(2))])
-    assert index.pages(0) == {1}
-    assert f.apply([KeysStored(2, keys(2))])
-    assert index.pages(0) == {1}
-    assert f.seq == 3
-
-
-def test_an_event_counts_once_and_an_old_snapshot_not_at_all() -> None:
-    f, index = feed()
-    f.apply([KeysStored(1, keys(1)), KeysCleared(2), KeysStored(3, keys(3))])
-    assert f.apply([KeysStored(1, keys(1))])
-    assert f.apply_snapshot(IndexSnapshot(1, keys(1)))
-    assert index.pages(0) == {3}
-
-
 def test_a_flush_leaves_what_was_sent_and_has_not_begun() -> None:
     """A replica flushes only while nothing is open there: a decision that is, has yet to arrive."""
     f, index = feed(still_open=frozenset({0}))

@@ -1,9 +1,13 @@
-"""The owners of pages: bits of replicas, entries that are bits or a run, stretches of one entry, and the sweep."""
+"""The owners of pages: bits, stretches of one entry, the sweep, and that the order of use does not grow without bound.
+
+What the index answers is held against a dictionary (tests/property/test_index_property.py).
+"""
 
 import numpy as np
 import pytest
 
-from routing.page_owners import SWEEP_PER_PAGE, Bits, Expected, PageOwners, Run, positions
+from routing.index import PrefixIndex, pages_of
+from routing.page_owners import SLACK, SWEEP_PER_PAGE, Bits, Expected, PageOwners, Run, positions
 
 A, B = 0, 1
 
@@ -30,36 +34,6 @@ def check(made: PageOwners, *both: Expected) -> None:
     made.check(dict(enumerate(both)))
 
 
-def test_a_page_that_only_one_expects_has_its_run_as_entry_and_a_shared_one_has_bits() -> None:
-    made, a, b = owners()
-    run = expect(made, a, [1, 2])
-    assert (made._entries, a.shared) == ({1: run, 2: run}, {})
-    confirm(made, b, [2])
-    assert (made._entries, a.shared) == ({1: run, 2: a.bit | b.bit}, {2: run})
-    check(made, a, b)
-
-
-def test_a_page_that_the_other_drops_has_the_run_as_entry_again() -> None:
-    made, a, b = owners()
-    run = expect(made, a, [1])
-    confirm(made, b, [1])
-    assert made.drop(b, None, [1]) == 1
-    assert (made._entries, a.shared) == ({1: run}, {})
-    assert made.drop(a, run, [1]) == 1
-    assert len(made) == a.num_pages == 0
-    check(made, a, b)
-
-
-def test_a_confirmed_page_leaves_its_run_shared_or_not() -> None:
-    made, a, b = owners()
-    run = expect(made, a, [1, 2, 3])
-    confirm(made, b, [2])
-    made.confirm(run, [1, 2])
-    assert (made._entries, a.shared) == ({1: a.bit, 2: a.bit | b.bit, 3: run}, {})
-    assert (a.num_pages, a.live(run)) == (1, [3])
-    check(made, a, b)
-
-
 def test_stretches_end_where_the_entry_or_the_own_run_changes() -> None:
     """A: one run of 1 to 3, another of 4; B shares 3 and 4, so that these have one entry; nobody has 5 and 6."""
     made, a, b = owners()
@@ -78,13 +52,6 @@ def test_neighbours_share_the_object_that_is_their_entry() -> None:
     confirm(made, a, [1, 2, 3])
     confirm(made, b, [1, 2, 3])
     assert len({id(entry) for entry in made._entries.values()}) == 1
-
-
-def test_overlap_stops_at_each_one_s_first_hole() -> None:
-    made, a, b = owners()
-    confirm(made, a, [1, 2, 4])
-    expect(made, b, [1, 2, 3, 4])
-    assert made.overlap([1, 2, 3, 4, 5], np.array([B, A])).tolist() == [4, 2]
 
 
 def test_one_that_left_is_swept_out_a_few_pages_with_each_written_and_its_bit_then_used_again() -> None:
@@ -135,15 +102,92 @@ def test_values_by_position_are_found_by_replica() -> None:
     bits.check(taken)
 
 
-def test_a_bit_that_is_free_and_in_use_is_found_out() -> None:
-    bits = Bits()
-    bit = bits.take(0)
-    bits._free.append(0)
-    with pytest.raises(AssertionError, match="a bit is lost, or free and in use"):
-        bits.check({0: bit})
-
-
 @pytest.mark.parametrize("found", [[], [0], [2, 63, 64, 999], list(range(0, 1000, 7))])
 def test_positions_of_few_bits_and_of_many(found: list[int]) -> None:
     """16 and fewer are found one by one, more all at once."""
     assert positions(sum(1 << position for position in found)) == found
+
+
+def index(*, capacity: int = 10_000) -> tuple[PrefixIndex, Expected]:
+    made = PrefixIndex()
+    made.join(A, capacity=capacity)
+    return made, made._replicas[A].expected
+
+
+def runs(expected: Expected) -> list[list[int]]:
+    """Live pages of each run, oldest run first."""
+    return [expected.live(run) for run in expected.runs()]
+
+
+def num_listed(expected: Expected) -> int:
+    return sum(len(run.pages) for run in expected.runs())
+
+
+def test_a_prefix_used_over_and_over_does_not_grow_the_order_of_use() -> None:
+    made, expected = index()
+    for number in range(10_000):
+        made.expect(A, list(range(1, 51)), number=number)
+        assert len(expected._order) <= 2 + SLACK
+    assert runs(expected) == [list(range(1, 51))]
+    made.check()
+
+
+def test_runs_that_events_confirmed_do_not_grow_the_order_of_use() -> None:
+    made, expected = index(capacity=100)
+    for number in range(1_000):
+        pages = [2 * number, 2 * number + 1]
+        made.expect(A, pages, number=number)
+        made.stored(A, pages)
+        made.removed(A, pages)
+        assert len(expected._order) <= 2 + SLACK
+    assert (runs(expected), made.num_pages(A)) == ([], (0, 0))
+
+
+def test_pages_that_left_runs_which_live_on_do_not_stay_listed() -> None:
+    """Of each run of ten, nine are confirmed and removed: 400 live pages, 4,000 listed without a collection."""
+    made, expected = index()
+    for number in range(400):
+        pages = list(range(10 * number, 10 * number + 10))
+        made.expect(A, pages, number=number)
+        made.removed(A, pages[:3] + pages[4:])
+        assert num_listed(expected) <= 2 * (expected.num_pages + 9) + SLACK  # nine were live when it was used
+    assert runs(expected) == [[10 * number + 3] for number in range(400)]
+    made.check()
+
+
+def test_what_is_used_of_a_run_s_beginning_is_cut_off_and_the_rest_stays_whole() -> None:
+    made, expected = index()
+    made.expect(A, [1, 2, 3, 4], number=0)
+    made.expect(A, [1, 2, 5], number=1)
+    assert [run.pages for run in expected.runs()] == [[3, 4], [5], [1, 2]]
+    assert all(run.whole for run in expected.runs())
+
+
+def test_parts_of_one_run_that_others_share_differently_become_one_run_again() -> None:
+    """B holds 1, C holds 1 and 2: three entries, yet one run of A before and after."""
+    made, expected = index()
+    for replica, pages in ((1, [1]), (2, [1, 2])):
+        made.join(replica, capacity=10)
+        made.stored(replica, pages)
+    for number in range(3):
+        made.expect(A, [1, 2, 3], number=number)
+        assert [run.pages for run in expected.runs()] == [[1, 2, 3]]
+    made.check()
+
+
+def test_writes_clean_up_after_those_that_left() -> None:
+    i, _ = index(capacity=100)
+    i.join(B, capacity=100)
+    for _ in range(50):  # A leaves and comes back; B's writes do the cleaning
+        i.stored(A, [11, 12, 13, 14])
+        i.leave(A)
+        i.join(A, capacity=100)
+        i.stored(B, [1, 2, 3, 4])
+        i.check()
+    i.stored(B, [1, 2, 3, 4])
+    assert len(i) <= 8
+    assert i._owners._bits.num_positions <= 6  # bits are used again
+
+
+def test_keys_keep_60_bits() -> None:
+    assert pages_of(np.array([2**63 + 5, 6], dtype=np.uint64)) == [5, 6]

@@ -120,19 +120,6 @@ def test_no_line_starts_while_a_request_waits_whatever_its_priority() -> None:
     assert line.stamps.admitted_s > low.stamps.ended_s > running.stamps.ended_s
 
 
-def test_no_line_goes_before_a_request_however_long_it_has_waited() -> None:
-    bench = Bench(max_running=1, ageing_s=0.05)
-    bench.submit([1, 2], max_new_tokens=6)
-    bench.step()
-    line = bench.submit([3, 4], max_new_tokens=1, offline=True)
-    bench.clock.now_s += 1e6
-    late = bench.submit([5, 6], max_new_tokens=1)
-    bench.run()
-    assert line.stamps.admitted_s is not None
-    assert late.stamps.ended_s is not None
-    assert line.stamps.admitted_s > late.stamps.ended_s
-
-
 def test_what_lines_alone_have_computed_is_evicted_first() -> None:
     bench = Bench(num_pages=12, page_size=4)
     bench.submit(list(range(17)), max_new_tokens=1)
@@ -157,7 +144,7 @@ def test_a_prefix_that_lines_computed_and_another_request_uses_is_no_longer_thei
     assert bench.kv.cache.peek_len(bench.reqs[0].ids[:17], "") == 16
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(12))
 def test_every_answer_is_right_however_lines_and_requests_come(seed: int) -> None:
     """`Bench.step` checks all invariants after each step, `run` each answer."""
     random = Random(seed)

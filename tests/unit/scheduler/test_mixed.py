@@ -4,8 +4,7 @@ import pytest
 
 from replicas.request import ReqState
 from replicas.scheduler.budget import prompt_tokens
-from replicas.scheduler.plan import DecodePlan, ExtendPlan, StepPlan
-from replicas.types import Finish, FinishReason
+from replicas.scheduler.plan import DecodePlan, StepPlan
 from tests.harness import Bench, ask, fake_engine, finish_all
 
 LONG = list(range(100, 140))  # 40 tokens
@@ -37,18 +36,6 @@ def test_without_mixing_prompts_go_first_and_running_requests_wait() -> None:
     bench.submit(LONG, max_new_tokens=2)
     bench.run()
     assert [shape(plan) for plan in bench.plans][:5] == [([3], 0), ([16], 0), ([16], 0), ([8], 0), ([], 2)]
-
-
-def test_running_requests_go_on_however_many_prompts_come() -> None:
-    """One more prompt before each step, for as long as the answer takes."""
-    bench = Bench(page_size=4, num_pages=256, chunked_prefill_size=16, max_running=4)
-    writer = bench.submit([1, 2, 3], max_new_tokens=21)
-    bench.step()
-    for number in range(20):
-        bench.submit([number] * 20, max_new_tokens=1)
-        bench.step()
-    assert writer.num_output == 21
-    bench.run()
 
 
 class Forcing:
@@ -115,20 +102,6 @@ def test_a_step_that_retracts_a_request_starts_no_prompt() -> None:
     assert shape(bench.plans[-1]) == ([], 1)
     assert (first.state, second.state) == (ReqState.RUNNING, ReqState.WAITING)
     bench.run()
-
-
-def test_a_request_that_ends_in_a_mixed_step_leaves_and_its_prompt_stays_reusable() -> None:
-    bench = Bench(page_size=4, chunked_prefill_size=16)
-    writer = bench.submit([1, 2, 3, 4, 5], max_new_tokens=2)
-    bench.step()
-    long = bench.submit(LONG, max_new_tokens=1)
-    plan = bench.step()
-    assert isinstance(plan, ExtendPlan)
-    assert writer.finish == Finish(reason=FinishReason.LENGTH)
-    assert bench.scheduler.queues.chunked is long
-    again = bench.submit([1, 2, 3, 4, 9], max_new_tokens=1)
-    bench.run()
-    assert again.cached_tokens == 4
 
 
 def test_an_engine_counts_a_mixed_step_as_one_of_prompts_with_all_its_rows() -> None:

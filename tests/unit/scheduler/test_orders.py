@@ -110,7 +110,7 @@ def test_priority_goes_before_every_policy(policy: str) -> None:
     bench.run()
 
 
-@pytest.mark.parametrize("policy", ["dfs-weight", "hrrn"])
+@pytest.mark.parametrize("policy", ["lpm", "dfs-weight", "hrrn"])
 def test_a_long_queue_is_not_looked_up(policy: str) -> None:
     bench, reqs = waiting(policy, lpm_max_queue=3)
     assert names(bench, reqs) == ["long", "b", "a", "b2"]

@@ -49,10 +49,6 @@ def test_a_long_prefix_of_all_wins_over_a_little_more_of_some() -> None:
     assert groups([run(9, 40) + run(1 + i % 3, 4) for i in range(6)]) == [([0, 1, 2, 3, 4, 5], 40)]
 
 
-def test_equal_prompts_share_all_whole_pages() -> None:
-    assert groups([run(1, 12)] * 3) == [([0, 1, 2], 12)]
-
-
 def decode_groups(bench: Bench) -> list[tuple[list[int], int]]:
     plan = bench.step()
     assert isinstance(plan, DecodePlan | ExtendPlan)

@@ -44,15 +44,6 @@ def test_a_long_prompt_runs_in_chunks_and_is_not_overtaken() -> None:
     ]  # fmt: skip
 
 
-def test_a_second_request_reuses_the_pages_of_the_first() -> None:
-    bench = Bench(page_size=4)
-    bench.submit(list(range(12)), max_new_tokens=1)
-    bench.run()
-    again = bench.submit([*range(12), 77], max_new_tokens=2)
-    bench.run()
-    assert again.cached_tokens == 12
-
-
 def test_different_salts_never_share_a_page() -> None:
     """SPEC E20."""
     bench = Bench(page_size=4)
@@ -290,17 +281,6 @@ def test_longest_prefix_match_goes_first_until_another_has_aged() -> None:
     cached = bench.submit([*range(12), 5])
     assert bench.scheduler.queues.waiting.ordered(bench.clock()) == [cached, stranger]
     assert bench.scheduler.queues.waiting.ordered(bench.clock() + 6.0) == [stranger, cached]
-    bench.run()
-
-
-def test_a_long_queue_is_taken_in_arrival_order() -> None:
-    """SPEC F03: LPM falls back to FCFS."""
-    bench = Bench(page_size=4, lpm_max_queue=2, policy="lpm")
-    bench.submit(list(range(12)), max_new_tokens=1)
-    bench.run()
-    reqs = [bench.submit([700 + i] * 12) for i in range(2)]
-    reqs.append(bench.submit([*range(12), 5]))
-    assert bench.scheduler.queues.waiting.ordered(bench.clock()) == reqs
     bench.run()
 
 
