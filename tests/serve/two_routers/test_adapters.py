@@ -1,5 +1,5 @@
 """Adapters (LoRA) over real Ray, asked for over HTTP: two routers, two replicas, and a name that stands for another
-adapter again and again while a thousand requests ask for it."""
+adapter again and again while hundreds of requests ask for it."""
 
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -10,17 +10,16 @@ from typing import Any
 
 import pytest
 
-from tests.adapters import make_adapter
 from tests.embedded import short_model
-from tests.serve.running import HTTP, Running, serving
+from tests.serve.running import HTTP, Running
+from tests.serve.two_routers.conftest import FIRST, FIXED, SECOND
 
 pytestmark = [pytest.mark.serve, pytest.mark.model]
-NUM_REQUESTS, NUM_AT_ONCE = 1_000, 12
+NUM_REQUESTS, NUM_AT_ONCE = 600, 12
 RELOAD_S = 0.5
 PROMPTS = [
     f"{'Once upon a time there was a king who had a daughter. ' * 12}She asked him {n} things:" for n in range(4)
 ]
-FIXED, FIRST, SECOND = "fixed", "first", "second"
 
 
 @dataclass(slots=True)
@@ -80,40 +79,29 @@ def states(app: Running) -> list[dict[str, Any]]:
     return [dict(state["stats"]["adapters"]) for state in app.states()]
 
 
-def test_a_name_that_is_given_again_under_load_never_meets_the_pages_of_what_it_was(tmp_path: Path) -> None:
-    root, model = tmp_path / "all", short_model()
-    refs = {
-        name: make_adapter(root / name, Path(model), seed=n, size=0.5) for n, name in enumerate((FIXED, FIRST, SECOND))
-    }
-    with serving(
-        tmp_path,
-        model={"path": model},
-        replicas={"count": 2, "cpus": 0.5},
-        cache={"max_total_tokens": 16_000},
-        router={"count": 2},
-        adapters={"names": {FIXED: str(root / FIXED)}, "roots": [str(root)], "names_folder": str(tmp_path / "names")},
-    ) as app:
-        asker = Asker(app, Path(model).name)
-        asker.load(FIRST, FIRST)
-        asker.load(SECOND, str(root / SECOND))
-        assert "is no folder below adapters.roots" in asker.load("other", str(tmp_path), 400)
-        for prompt in PROMPTS:
-            for who in ("", FIXED, FIRST, SECOND):
-                asker.alone[who, prompt] = asker.ask(who, prompt, salt=f"alone {who}")
-            assert len({asker.alone[who, prompt] for who in ("", FIXED, FIRST, SECOND)}) == 4
-        listed = HTTP.get(f"{app.url}/v1/models", timeout=30).json()["data"]
-        assert [(each["id"], each["parent"]) for each in listed] == [
-            (asker.model, None), *((name, asker.model) for name in (FIRST, FIXED, SECOND))
-        ]  # fmt: skip
-        held = {identity for state in states(app) for identity in state["held"]}
-        assert held == {ref.identity for ref in refs.values()}
-        asker.reload(FIRST)
-        with ThreadPoolExecutor(NUM_AT_ONCE) as threads:
-            asked = [threads.submit(asker.wrong, number) for number in range(NUM_REQUESTS)]
-            while not all(each.done() for each in asked):
-                asker.reload(SECOND if asker.versions[-1].of == FIRST else FIRST)
-                Event().wait(RELOAD_S)
-            assert [each.result() for each in asked if each.result()] == []
-        assert len(asker.versions) >= 10
-        app.until(app.idle, 60)
-        assert sum(state["num_loads"] for state in states(app)) <= 2 * len(refs), "what is held is loaded once"
+def test_a_name_that_is_given_again_under_load_never_meets_the_pages_of_what_it_was(
+    app: Running, folder: Path, refs: set[str]
+) -> None:
+    root, asker = folder / "all", Asker(app, Path(short_model()).name)
+    asker.load(FIRST, FIRST)
+    asker.load(SECOND, str(root / SECOND))
+    assert "is no folder below adapters.roots" in asker.load("other", str(folder), 400)
+    for prompt in PROMPTS:
+        for who in ("", FIXED, FIRST, SECOND):
+            asker.alone[who, prompt] = asker.ask(who, prompt, salt=f"alone {who}")
+        assert len({asker.alone[who, prompt] for who in ("", FIXED, FIRST, SECOND)}) == 4
+    listed = HTTP.get(f"{app.url}/v1/models", timeout=30).json()["data"]
+    assert [(each["id"], each["parent"]) for each in listed] == [
+        (asker.model, None), *((name, asker.model) for name in (FIRST, FIXED, SECOND))
+    ]  # fmt: skip
+    assert {identity for state in states(app) for identity in state["held"]} == refs
+    asker.reload(FIRST)
+    with ThreadPoolExecutor(NUM_AT_ONCE) as threads:
+        asked = [threads.submit(asker.wrong, number) for number in range(NUM_REQUESTS)]
+        while not all(each.done() for each in asked):
+            asker.reload(SECOND if asker.versions[-1].of == FIRST else FIRST)
+            Event().wait(RELOAD_S)
+        assert [each.result() for each in asked if each.result()] == []
+    assert len(asker.versions) >= 10
+    app.until(app.idle, 60)
+    assert sum(state["num_loads"] for state in states(app)) <= 2 * len(refs), "what is held is loaded once"

@@ -10,11 +10,11 @@ import openai
 import pytest
 
 from deployments.batches.store import BatchStore
-from tests.embedded import MODEL
-from tests.serve.running import Running, serving
+from tests.embedded import short_model
+from tests.serve.running import Running
 
 pytestmark = [pytest.mark.serve, pytest.mark.model]
-NAME = MODEL.rsplit("/", 1)[-1]
+NAME = Path(short_model()).name
 CHAT = "/v1/chat/completions"
 NUM_LINES = 120
 
@@ -52,37 +52,30 @@ def answers(sdk: openai.OpenAI, file_id: str | None) -> list[dict[str, Any]]:
     return [json.loads(line) for line in sdk.files.content(file_id).text.splitlines()]
 
 
-def test_kills_of_the_router_and_of_a_replica_lose_and_double_no_line(tmp_path: Path) -> None:
-    folder = tmp_path / "batches"
-    with serving(
-        tmp_path,
-        replicas={"count": 2, "cpus": 0.5, "health_period_s": 0.5},
-        cache={"max_total_tokens": 16_000},
-        router={"count": 2, "batch_folder": str(folder)},
-    ) as app:
-        with openai.OpenAI(base_url=f"{app.url}/v1", api_key="none", max_retries=5, timeout=60) as sdk:
-            calm = ended(app, sdk, begun(sdk, in_file(lines())))
-            assert (calm.status, calm.error_file_id) == ("completed", None)
-            wanted = answers(sdk, calm.output_file_id)
-            assert [each["custom_id"] for each in wanted] == [line["custom_id"] for line in lines()]
-            batch = begun(sdk, in_file([*lines(), {"custom_id": "wrong"}]))
-            store = BatchStore(folder, max_bytes=1 << 30)
-            for kill in (replica_pid, router_pid):
-                before = counted(sdk, batch.id)
-                app.until(lambda: counted(sdk, batch.id) > before + 10, 120)  # noqa: B023 (it is called here)
-                os.kill(kill(app, store), signal.SIGKILL)
-            done = ended(app, sdk, sdk.batches.retrieve(batch.id))
-            assert done.status == "completed"
-            assert done.request_counts is not None
-            assert done.request_counts.model_dump() == {"total": NUM_LINES + 1, "completed": NUM_LINES, "failed": 1}
-            told = answers(sdk, done.output_file_id)
-            assert [(each["custom_id"], text_of(each)) for each in told] == [
-                (each["custom_id"], text_of(each)) for each in wanted
-            ]
-            assert [each["custom_id"] for each in answers(sdk, done.error_file_id)] == ["wrong"]
-            page = sdk.batches.list(limit=1)
-            assert [each.id for each in page] == [batch.id, calm.id]
-        app.until(lambda: app.serves_with(2) and app.idle(), 120)
+def test_kills_of_the_router_and_of_a_replica_lose_and_double_no_line(app: Running, folder: Path) -> None:
+    with openai.OpenAI(base_url=f"{app.url}/v1", api_key="none", max_retries=5, timeout=60) as sdk:
+        calm = ended(app, sdk, begun(sdk, in_file(lines())))
+        assert (calm.status, calm.error_file_id) == ("completed", None)
+        wanted = answers(sdk, calm.output_file_id)
+        assert [each["custom_id"] for each in wanted] == [line["custom_id"] for line in lines()]
+        batch = begun(sdk, in_file([*lines(), {"custom_id": "wrong"}]))
+        store = BatchStore(folder / "batches", max_bytes=1 << 30)
+        for kill in (replica_pid, router_pid):
+            before = counted(sdk, batch.id)
+            app.until(lambda: counted(sdk, batch.id) > before + 10, 120)  # noqa: B023 (it is called here)
+            os.kill(kill(app, store), signal.SIGKILL)
+        done = ended(app, sdk, sdk.batches.retrieve(batch.id))
+        assert done.status == "completed"
+        assert done.request_counts is not None
+        assert done.request_counts.model_dump() == {"total": NUM_LINES + 1, "completed": NUM_LINES, "failed": 1}
+        told = answers(sdk, done.output_file_id)
+        assert [(each["custom_id"], text_of(each)) for each in told] == [
+            (each["custom_id"], text_of(each)) for each in wanted
+        ]
+        assert [each["custom_id"] for each in answers(sdk, done.error_file_id)] == ["wrong"]
+        page = sdk.batches.list(limit=1)
+        assert [each.id for each in page] == [batch.id, calm.id]
+    app.until(lambda: app.serves_with(2) and app.idle(), 120)
 
 
 def ended(app: Running, sdk: openai.OpenAI, batch: openai.types.Batch) -> openai.types.Batch:
