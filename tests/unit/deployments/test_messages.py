@@ -13,7 +13,6 @@ import httpx
 import pytest
 from pydantic_core import from_json
 
-from deployments.http.apis.breakpoints import breakpoints
 from deployments.http.apis.message_form import ContentBlocks, MessageForm
 from deployments.http.apis.messages import MessagesRequest, chat_of
 from deployments.http.http_app import make_app
@@ -190,12 +189,6 @@ async def test_errors_have_anthropics_form(client: httpx.AsyncClient, service: S
         assert "object" in (await closed.post("/v1/chat/completions", json={})).json()  # other routes: OpenAI's
 
 
-async def test_counted_tokens_are_those_of_the_prompt(client: httpx.AsyncClient) -> None:
-    prompt = {"system": [{"type": "text", "text": "You are brief."}], "messages": TURNS[:1]}
-    counted = await post(client, COUNT, **prompt)
-    assert counted == {"input_tokens": prompt_tokens(await post(client, **prompt, max_tokens=1))}
-
-
 async def test_a_prompt_that_is_too_long_is_counted_and_no_grammar_is_compiled_for_it(
     client: httpx.AsyncClient, service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -253,7 +246,9 @@ async def test_what_a_request_marked_is_counted_as_read_and_as_put_into_the_cach
         return idle_engine.engine.stats().prefill_tokens
 
     before = computed()
-    first = (await post(client, **body))["usage"]
+    stream = events_of((await client.post(MESSAGES, json={**body, "stream": True})).text)
+    first, told = stream[-2]["usage"], stream[0]["message"]["usage"]
+    assert told == {**first, "output_tokens": told["output_tokens"]}  # known from the beginning
     made = first["cache_creation"]
     prompt_len = first["input_tokens"] + first["cache_creation_input_tokens"] + first["cache_read_input_tokens"]
     assert first["input_tokens"] + first["cache_creation_input_tokens"] == computed() - before
@@ -264,32 +259,14 @@ async def test_what_a_request_marked_is_counted_as_read_and_as_put_into_the_cach
     assert hour == system_len - len(service.tokenizer.encode(turn))
     assert 32 <= made["ephemeral_5m_input_tokens"] <= prompt_len - hour - 3  # "Be brief." at least is behind it
     before = computed()
-    stream = events_of((await client.post(MESSAGES, json={**body, "stream": True})).text)
-    for event in (stream[0]["message"], stream[-2]):
-        usage = event["usage"]
-        assert usage["cache_creation_input_tokens"] == sum(usage["cache_creation"].values()) == 0
-        assert usage["cache_read_input_tokens"] == prompt_len - usage["input_tokens"] >= prompt_len - 16
+    usage = (await post(client, **body))["usage"]
+    assert usage["cache_creation_input_tokens"] == sum(usage["cache_creation"].values()) == 0
+    assert usage["cache_read_input_tokens"] == prompt_len - usage["input_tokens"] >= prompt_len - 16
     assert usage["input_tokens"] == computed() - before
     plain = {**body, "system": system[0]["text"] + "x", "messages": [USER]}
     assert (await post(client, **plain))["usage"]["cache_creation_input_tokens"] == 0  # nothing is marked
     whole = (await post(client, **plain | {"system": "Y" + plain["system"]}, cache_control=HOUR))["usage"]
     assert whole["input_tokens"] <= 16  # the last page, which is not whole
-
-
-async def test_a_stream_tells_from_its_beginning_what_is_put_into_the_cache(
-    client: httpx.AsyncClient, idle_engine: EngineLoop
-) -> None:
-    """Nobody asked this before: all that is marked is computed, but for the beginning that all prompts have."""
-    system = [{"type": "text", "text": "Zebras graze where no other prompt of these tests does. " * 20}]
-    before = idle_engine.engine.stats().prefill_tokens
-    body = {**ASK, "max_tokens": 4, "system": system, "cache_control": MINUTES, "stream": True}
-    stream = events_of((await client.post(MESSAGES, json=body)).text)
-    computed = idle_engine.engine.stats().prefill_tokens - before
-    for event in (stream[0]["message"], stream[-2]):
-        usage = event["usage"]
-        made = usage["cache_creation"]["ephemeral_5m_input_tokens"]
-        assert usage["cache_creation_input_tokens"] == made > 200
-        assert usage["input_tokens"] == computed - made < 16  # what fills no page
 
 
 async def test_marks_of_another_form_are_refused_by_their_place(client: httpx.AsyncClient) -> None:
@@ -341,23 +318,6 @@ async def test_a_mark_is_where_its_block_ends(service: Service, house: House, pl
     assert mark.ttl_s == 300.0
 
 
-@pytest.mark.parametrize(
-    ("place", "adds_turn"),
-    [
-        ({"tools": [{**READ, "cache_control": MINUTES}]}, True),
-        ({"system": [{"type": "text", "text": "", "cache_control": MINUTES}]}, True),
-        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "", "cache_control": MINUTES}]}]}, False),
-        ({"cache_control": MINUTES}, False),
-    ],
-    ids=["tools", "system", "messages", "end"],
-)
-def test_only_before_the_first_turn_a_part_of_a_prompt_ends_in_one_that_nobody_wrote(
-    place: dict[str, Any], adds_turn: bool
-) -> None:
-    [cut] = breakpoints(**{"tools": None, "system": None, "messages": [USER], "cache_control": None, **place}).values()
-    assert cut.adds_turn == adds_turn
-
-
 TOOLS_FIRST = """{% if tools %}<|im_start|>system
 # Tools
 {% for each in tools %}{{ each | tojson }}
@@ -366,24 +326,6 @@ TOOLS_FIRST = """{% if tools %}<|im_start|>system
 {{ each.content }}<|im_end|>
 {% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
-
-
-async def test_a_mark_on_a_tool_leaves_out_a_system_message_behind_it(house: House, tmp_path: Path) -> None:
-    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(Path(MODEL) / name, tmp_path)
-    (tmp_path / "chat_template.jinja").write_text(TOOLS_FIRST)
-    tokenizer = Tokenizer(str(tmp_path))
-    replica = ScriptedReplica("scripted")
-    await house.ready(replica)
-    tools = [{**READ, "name": "Write"}, {**READ, "cache_control": MINUTES}]
-    async with client_of(make_app(house.service(tokenizer))) as client:
-        await post(client, **{**ASK, "max_tokens": 2}, system="You are kind.", tools=tools)
-    [asked] = replica.requests
-    [mark] = asked.cache_marks
-    whole = tokenizer.decode(asked.token_ids, skip_special_tokens=False)
-    kept = tokenizer.decode(asked.token_ids[: mark.length], skip_special_tokens=False)
-    assert whole.startswith(kept)
-    assert ("Read" in kept, "kind" in kept, "kind" in whole) == (True, False, True)
 
 
 IN_THE_FIRST_TURN = """{% if messages[0].role == 'system' %}{% set head, turns = messages[0].content, messages[1:] %}

@@ -2,15 +2,12 @@
 
 import asyncio
 import dataclasses
-import inspect
 from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
 import pytest
 from ray.exceptions import ActorDiedError, RayError
-from ray.serve._private.replica_result import ReplicaResult
-from ray.serve.handle import DeploymentBroadcastResponse, DeploymentHandle
 
 from deployments.fleet.peers import Body, FoundRoute, NoPeers, RayPeers, ResponseAsk, newer, newest
 from deployments.http.http_app import make_app
@@ -18,7 +15,6 @@ from deployments.http.service import Service
 from deployments.record.route_log import RouteLog
 from deployments.tenancy import quotas
 from tests.unit.deployments.in_process import House, ScriptedReplica
-from tests.unit.deployments.sample_values import ask
 
 SOON_S = 0.05  # how long these tests wait for a router that hangs
 OLD: Body = {"rid": "mine", "internal_rid": "a.0-mine", "router": "one", "time": 1.0}
@@ -127,14 +123,6 @@ async def test_the_log_names_no_response_and_no_caller(caplog: pytest.LogCapture
     assert CANCEL.response_id not in caplog.text
 
 
-def test_ray_still_has_what_is_used_of_its_inside() -> None:
-    """A broadcast's answers one by one are not public in Ray 2.60; a version without them must fail here."""
-    assert callable(DeploymentHandle.broadcast)
-    assert inspect.iscoroutinefunction(DeploymentBroadcastResponse._fetch_replica_results_async)
-    assert inspect.iscoroutinefunction(ReplicaResult.get_async)
-    assert callable(ReplicaResult.cancel)
-
-
 @dataclasses.dataclass
 class Told(NoPeers):
     """RouterPeers that all say the same."""
@@ -148,19 +136,13 @@ class Told(NoPeers):
 @pytest.fixture
 async def ours() -> AsyncIterator[House]:
     """A router that has decided for the request "mine", whose id is a1.0-mine, at time 1.5."""
-    house = House()
-    await house.start()
-    house.add(ScriptedReplica("r0"))
-    async with asyncio.timeout(30):
-        while not house.fleet.num_ready:
-            await asyncio.sleep(0.002)
-    async for _ in house.dispatcher.stream(ask(rid="a1.0-mine")):
-        pass
-    record = house.dispatcher.routes.find("mine")
-    assert record is not None
-    record.timeline.arrival.time_s = 1.5
-    yield house
-    await house.stop()
+    async with House() as house:
+        await house.ready(ScriptedReplica("r0"))
+        await house.collect(rid="a1.0-mine")
+        record = house.dispatcher.routes.find("mine")
+        assert record is not None
+        record.timeline.arrival.time_s = 1.5
+        yield house
 
 
 async def get(service: Service, house: House, name: str, told: FoundRoute) -> httpx.Response:

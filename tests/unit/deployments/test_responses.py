@@ -60,19 +60,6 @@ async def test_a_response_has_what_the_sdk_reads(sdk: openai.AsyncOpenAI) -> Non
     assert type(response).model_validate(response.model_dump())  # the SDK itself does not validate
 
 
-async def test_the_sdks_stream_ends_with_the_same_response(sdk: openai.AsyncOpenAI) -> None:
-    whole = await sdk.responses.create(**ASK)
-    texts: list[str] = []
-    async with sdk.responses.stream(**ASK) as events:
-        texts += [event.delta async for event in events if event.type == "response.output_text.delta"]
-        last = await events.get_final_response()
-    assert len(texts) > 1
-    assert "".join(texts) == last.output_text == whole.output_text == PARIS
-    assert last.usage is not None
-    assert whole.usage is not None
-    assert last.usage.output_tokens == whole.usage.output_tokens
-
-
 async def test_the_events_of_a_text_come_in_order_and_add_up(client: httpx.AsyncClient) -> None:
     events = await stream(client, include=["message.output_text.logprobs"], top_logprobs=2)
     kinds = [event["type"].removeprefix("response.") for event in events]
@@ -187,13 +174,6 @@ async def test_the_sdk_parses_an_answer_held_to_a_model(client: httpx.AsyncClien
     assert refused.value.param == "text.format"
     answer = await client.post(ROUTE, json={**ASK, "text": {"format": {"type": "json_object"}}, "max_output_tokens": 1})
     assert answer.headers["x-manta-schema"] == "partial"  # one token is no document
-
-
-async def test_a_function_of_a_namespace_is_called_by_both_names(client: httpx.AsyncClient) -> None:
-    choice = {"type": "function", "name": "send", "namespace": "mail"}
-    body = (await client.post(ROUTE, json={**CALL, "tool_choice": choice})).json()
-    [call] = body["output"]
-    assert (call["namespace"], call["name"]) == ("mail", "send")
 
 
 async def test_the_turn_after_a_call_finds_the_call_in_the_cache(client: httpx.AsyncClient) -> None:

@@ -63,6 +63,7 @@ async def post(client: httpx.AsyncClient, route: str, asked: dict[str, Any], **f
     return await client.post(route, json={"text": "A colour:", "sampling_params": {**common, **asked}})
 
 
+SEVEN = {"type": "json_schema", "json_schema": {"enum": [7]}}
 DIALECTS: list[tuple[dict[str, Any], str]] = [
     ({"regex": "ab{2,3}c"}, "ab{2,3}c"),
     ({"ebnf": NUMBER}, "4[0-9]"),
@@ -83,30 +84,16 @@ DIALECTS: list[tuple[dict[str, Any], str]] = [
     ({"response_format": schema_format({"enum": [12]}, strict=True)}, "12"),
     ({"response_format": {"type": "regex", "pattern": "xy"}}, "xy"),
     ({"response_format": {"type": "json_schema", "schema": {"enum": [12]}}}, "12"),
+    ({"response_format": {"type": "json_object"}}, r"\s*\{.*"),
+    ({"structured_outputs": {"json_object": True}}, r"\s*\{.*"),
+    ({"structural_tag": {"format": {"type": "tag", "begin": "<n>", "end": "</n>", "content": SEVEN}}}, "<n>7</n>"),
 ]
 
 
 @pytest.mark.parametrize("route", [CHAT, TEXT, NATIVE])
 async def test_every_dialect_is_held(client: httpx.AsyncClient, route: str) -> None:
     for asked, pattern in DIALECTS:
-        assert re.fullmatch(pattern, await text_of(client, route, asked)), asked
-
-
-OBJECTS: list[dict[str, Any]] = [
-    {"response_format": {"type": "json_object"}},
-    {"structured_outputs": {"json_object": True}},
-]
-
-
-@pytest.mark.parametrize("asked", OBJECTS, ids=str)
-async def test_a_json_object_is_an_object(client: httpx.AsyncClient, asked: dict[str, Any]) -> None:
-    assert (await text_of(client, CHAT, asked, max_tokens=6)).lstrip().startswith("{")
-
-
-async def test_a_structural_tag_that_is_the_whole_output_is_held(client: httpx.AsyncClient) -> None:
-    content = {"type": "json_schema", "json_schema": {"enum": [7]}}
-    asked = {"format": {"type": "tag", "begin": "<n>", "content": content, "end": "</n>"}}
-    assert await text_of(client, TEXT, {"structural_tag": asked}) == "<n>7</n>"
+        assert re.fullmatch(pattern, await text_of(client, route, asked), flags=re.DOTALL), asked
 
 
 async def test_a_schema_that_is_held_whole_is_enforced_with_strict_and_without(client: httpx.AsyncClient) -> None:
@@ -139,11 +126,6 @@ async def test_what_is_not_strict_is_validated_at_its_end(client: httpx.AsyncCli
         answer = await post(client, route, {"json_schema": schema})
         assert answer.status_code == 200, answer.text
         assert answer.headers["x-manta-schema"] == word
-
-
-async def test_a_document_that_was_cut_is_partial(client: httpx.AsyncClient) -> None:
-    answer = await post(client, CHAT, {"json_schema": PAIR}, max_tokens=1)
-    assert answer.headers["x-manta-schema"] == "partial"
 
 
 @pytest.mark.parametrize("route", [CHAT, TEXT, NATIVE])
@@ -250,30 +232,20 @@ BAD: list[tuple[dict[str, Any], str, str]] = [  # what is asked, the field that 
     ({"regex": "a", "guided_json": {"enum": [1]}}, "guided_json", "only one"),
     ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs", "only one"),
     ({"guided_json": "{"}, "guided_json", "not valid JSON"),
-    ({"guided_json": "[1]"}, "guided_json", "must be a JSON object"),
     ({"guided_json": 5}, "guided_json", "must be a JSON schema, got int"),
-    ({"guided_json": {"type": "thing"}}, "guided_json", "Invalid type"),
     ({"guided_json": {"$ref": "http://example.com/x"}}, "guided_json", "does not compile"),
-    ({"guided_json": {"$ref": "#/$defs/x"}}, "guided_json", "does not exist"),
     ({"guided_regex": "(?=a)"}, "guided_regex", "look-ahead"),
-    ({"guided_regex": "(a)\\1"}, "guided_regex", "backreferences"),
     ({"guided_regex": ["a"]}, "guided_regex", "must be a string"),
     ({"guided_choice": []}, "guided_choice", "is empty"),
-    ({"structured_outputs": {"choice": []}}, "structured_outputs", "is empty"),
     ({"regex": ""}, "regex", "is empty"),
-    ({"guided_grammar": ""}, "guided_grammar", "is empty"),
     ({"response_format": {"type": "regex", "pattern": ""}}, "response_format", "is empty"),
-    ({"guided_choice": "a"}, "guided_choice", "list of strings"),
     ({"guided_choice": [1]}, "guided_choice", "list of strings"),
-    ({"guided_grammar": "root ::= (("}, "guided_grammar", "GBNF"),
     ({"ebnf": 'root ::= "a" other'}, "ebnf", ""),
     ({"grammar": "start: <nope>"}, "grammar", "special token"),
     ({"structural_tag": {"type": "dispatch"}}, "structural_tag", "not supported"),
-    ({"structural_tag": "{"}, "structural_tag", "not valid JSON"),
     ({"structural_tag": {**TAGS, "triggers": ["<x"]}}, "structural_tag", "no tag begins"),
     ({"response_format": {"type": "json_schema"}}, "response_format", "must be a JSON schema"),
     ({"response_format": {"type": "json_schema", "json_schema": 5}}, "response_format", "must be an object"),
-    ({"response_format": schema_format("{")}, "response_format", "not valid JSON"),
     ({"response_format": {"type": ["json_object"]}}, "response_format", "not supported"),
     ({"structural_tag": {"structures": [], "triggers": [[]]}}, "structural_tag", "no tag begins"),
     ({"structured_outputs": "x"}, "structured_outputs", "must be an object"),
@@ -281,11 +253,8 @@ BAD: list[tuple[dict[str, Any], str, str]] = [  # what is asked, the field that 
     ({"guided_regex": "a" * 70_000}, "guided_regex", "70,000 bytes"),
     ({"guided_json": {"properties": {f"p{i:0100}": {} for i in range(10_000)}}}, "guided_json", "at most 1,048,576"),
     ({"guided_json": {"properties": {f"p{i}": {} for i in range(10_001)}}}, "guided_json", "10,001 values in prop"),
-    ({"guided_json": {"enum": list(range(10_001))}}, "guided_json", "10,001 values in enum"),
     ({"guided_json": '{"items":' * 70 + "1" + "}" * 70}, "guided_json", "nested too deeply"),
-    ({"guided_json": "[" * 60_000}, "guided_json", ""),
     ({"guided_grammar": "start: " + "(" * 20_000 + '"a"' + ")" * 20_000}, "guided_grammar", ""),
-    ({"guided_json": {"type": "integer", "multipleOf": 999_983}}, "guided_json", "more than 2 s"),
     ({"guided_grammar": "start: X\nX: " + " & ".join(f"/.*a.{{{i}}}b.*/" for i in range(30))}, "guided_grammar", "2 s"),
 ]  # fmt: skip
 
