@@ -128,10 +128,18 @@ async def test_the_second_time_both_sides_hold_the_prefix_and_usage_tells_of_it(
     assert (expects.cached_tokens, expects.own_tokens, expects.transfer_pages) == (192, 48, 3)
 
 
-async def test_its_time_is_told_by_both_legs(apart: Apart) -> None:
-    """200 tokens in four chunks at the prefill replica, then the pages' way, then seven more tokens."""
-    await apart.answer(apart.request(200, start=3_000))
-    record = apart.house.dispatcher.routes.recent()[-1]
+async def test_its_time_is_told_by_both_legs_with_the_first_token_and_at_the_end(apart: Apart) -> None:
+    """200 tokens in four chunks at the prefill replica, then the pages' way, then 39 more tokens."""
+    stream = apart.house.dispatcher.stream(apart.request(200, start=3_000, max_new_tokens=40))
+    async with asyncio.timeout(60), contextlib.aclosing(stream) as deltas:
+        first = await anext(deltas)
+        record = apart.house.dispatcher.routes.recent()[-1]
+        row = request_row(record, router_id="router")
+        async for _ in deltas:
+            pass
+    assert (first.finish, row["outcome"]) == (None, "running")
+    assert min(row["stages"]["prefill_s"], row["stages"]["transfer_s"]) > 0
+    assert sum(row["stages"].values()) == pytest.approx(row["ttft_s"])
     times, stages = record.tries[-1].times, record.timeline.stages
     record.timeline.check()
     assert stages is not None
@@ -141,16 +149,6 @@ async def test_its_time_is_told_by_both_legs(apart: Apart) -> None:
     assert min(stages.transfer_s, stages.decode_s) > 0
     [sent] = request_row(record, router_id="router")["tries_at"]
     assert (sent["prefill"], sent["replica"]) == ("p0", "d0")
-
-
-async def test_queue_and_prefill_are_told_with_the_first_token(apart: Apart) -> None:
-    stream = apart.house.dispatcher.stream(apart.request(200, start=4_000, max_new_tokens=40))
-    async with asyncio.timeout(60), contextlib.aclosing(stream) as deltas:
-        first = await anext(deltas)
-        row = request_row(apart.house.dispatcher.routes.recent()[-1], router_id="router")
-    assert (first.finish, row["outcome"]) == (None, "running")
-    assert min(row["stages"]["prefill_s"], row["stages"]["transfer_s"]) > 0
-    assert sum(row["stages"].values()) == pytest.approx(row["ttft_s"])
 
 
 @pytest.mark.parametrize("stage", ["queued", "transferring", "streaming"])
