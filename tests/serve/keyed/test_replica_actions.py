@@ -149,12 +149,3 @@ def test_a_process_on_another_node_is_read_by_a_task_there(app: Running) -> None
     words = [sys.executable, "-c", ON_NODE, facts["node_id"], str(facts["pid"]), address]
     done = subprocess.run(words, capture_output=True, text=True, timeout=120, env=os.environ | token, cwd=ROOT)
     assert "replicas/engine/loop.py" in done.stdout.partition("stacks:")[2], done.stderr
-
-
-def test_nothing_is_done_without_the_key(app: Running) -> None:
-    replica = two(app)[0]
-    for path in ("", "/logs", "/stacks"):
-        assert HTTP.get(f"{app.url}/manta/api/replicas/{replica}{path}", timeout=30).status_code == 401
-    for action in ("flush", "drain", "kill"):
-        assert HTTP.post(f"{app.url}/manta/api/replicas/{replica}/{action}", timeout=30).status_code == 401
-    assert states(app)[replica] == "accepting"

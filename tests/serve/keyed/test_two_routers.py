@@ -14,7 +14,7 @@ import pytest
 
 from deployments.client import ServerEvent, events
 from tests.joined_stream import equal
-from tests.serve.keyed.conftest import API_KEY, QUEUED, RUNNING, SHOWN, routers
+from tests.serve.keyed.conftest import API_KEY, MOST, QUEUED, RUNNING, SHOWN, TENANT_KEY, routers
 from tests.serve.running import HTTP, Running
 from tests.unit.deployments.test_failover import CHAT, COMPLETIONS, DOCUMENT, TOOLS
 from tests.unit.deployments.test_resumed_streams import answer_of, numbers
@@ -186,6 +186,26 @@ def test_a_response_in_the_background_is_there_at_whichever_router_is_asked(app:
         assert deleted.json().get("deleted") or (slow and deleted.status_code == 404)  # it was done without an answer
         assert [told("GET", cancelled).status_code for _ in range(2)] == [404] * 2
     app.until(app.idle, 30)
+
+
+def test_they_agree_on_what_a_key_of_the_keys_file_has_used(app: Running) -> None:
+    """Beyond the limit go at most those that one router takes before the other one's counts have come: one by one,
+    each answered before the next is asked, that is few."""
+    taken, begun_s = 0, time.monotonic()
+    with httpx.Client(headers={"Authorization": f"Bearer {TENANT_KEY}"}, timeout=60) as client:
+        for _ in range(3 * MOST):
+            answer = client.post(f"{app.url}/v1/completions", json={"prompt": "a", "max_tokens": 1})
+            assert answer.status_code in (200, 429), answer.text
+            taken += answer.status_code == 200
+    free_again = MOST * (time.monotonic() - begun_s) / 60  # at most: the minute slides
+    assert MOST <= taken <= MOST + 4 + free_again
+
+    def agree() -> bool:
+        seen = [httpx.get(f"{app.url}/keys", headers=SHOWN).json() for _ in range(6)]
+        assert all(each["error"] == "" for each in seen)
+        return len({str(each["keys"]) for each in seen}) == 1 and seen[0]["keys"][0]["used"]["requests"] >= 1
+
+    app.until(agree, 20)
 
 
 ASKED = [{"role": "user", "content": "Order three bolts and two nuts, and say why in a long story."}]

@@ -88,11 +88,6 @@ def test_32_clients_at_once_get_what_each_would_alone(app: Running, client: open
     app.until(app.idle, 30)
 
 
-def test_a_request_id_is_echoed_once(app: Running) -> None:
-    answer = HTTP.get(f"{app.url}/ping", headers={"X-Request-Id": "abc-1"})
-    assert answer.headers.get_list("x-request-id") == ["abc-1"]
-
-
 @pytest.mark.parametrize("streaming", [True, False])
 async def test_a_client_that_leaves_frees_its_pages_within_a_second(app: Running, streaming: bool) -> None:
     body = {"prompt": PROMPT, "max_tokens": 6000, "ignore_eos": True, "stream": streaming}

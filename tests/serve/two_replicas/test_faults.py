@@ -8,7 +8,6 @@ import os
 import random
 import re
 import signal
-import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +18,6 @@ import httpx
 import pytest
 
 from deployments.client import events
-from tests.joined_stream import equal, joined
 from tests.serve.running import HTTP, Running
 
 pytestmark = [pytest.mark.serve, pytest.mark.model, pytest.mark.timeout(500)]
@@ -35,33 +33,6 @@ WAYS: list[dict[str, Any]] = [
     {"temperature": 0.9, "seed": 3, "n": 2},
 ]
 LOAD = [{"prompt": f"Tell me of the city number {n}:", **WAYS[n % len(WAYS)]} for n in range(8)]
-
-
-NUMBERS = {
-    "type": "object",
-    "properties": {
-        "title": {"type": "string", "maxLength": 20},
-        "numbers": {"type": "array", "items": {"type": "integer", "minimum": 100, "maximum": 999}, "minItems": 16,
-                    "maxItems": 16},
-    },
-    "required": ["title", "numbers"],
-    "additionalProperties": False,
-}  # fmt: skip
-DOCUMENT = {"name": "list", "strict": True, "schema": NUMBERS}
-SCHEMA: dict[str, Any] = {"response_format": {"type": "json_schema", "json_schema": DOCUMENT}}
-TOOLS: dict[str, Any] = {
-    "tools": [{"type": "function", "function": {"name": "draw", "parameters": NUMBERS}}],
-    "tool_choice": "required",
-    "parallel_tool_calls": False,
-}
-TEXTS = re.compile(r'"(?:content|arguments)":\s*"((?:[^"\\]|\\.)*)"')  # of an event
-# what agents ask for; each takes some 100 tokens
-AGENTS: list[dict[str, Any]] = [
-    {**SCHEMA, "temperature": 0, "logprobs": True, "top_logprobs": 2},
-    {**SCHEMA, "temperature": 1.0, "seed": 5, "n": 2},
-    {**TOOLS, "temperature": 0},
-    {**TOOLS, "temperature": 1.0, "seed": 6, "logprobs": True},
-]
 
 
 @dataclass
@@ -83,12 +54,12 @@ def undisturbed(two_replicas: Running) -> list[dict[int, list[int]]]:
     return [stream.ids for stream in streams]
 
 
-def follow(app: Running, body: dict[str, Any], stream: Stream) -> None:
+def follow(app: Running, body: dict[str, Any], stream: Stream, headers: dict[str, str]) -> None:
     """Read one answer as it comes. A cut connection ends it without `done`."""
     whole = {**body, "max_tokens": TOKENS, "ignore_eos": True, "stream": True, "return_token_ids": True}
     last_s: float | None = None
     try:
-        with HTTP.stream("POST", f"{app.url}/v1/completions", json=whole, timeout=60) as answer:
+        with HTTP.stream("POST", f"{app.url}/v1/completions", json=whole, headers=headers, timeout=60) as answer:
             for line in answer.iter_lines():
                 now_s = time.monotonic()
                 if line == "data: [DONE]":
@@ -105,15 +76,18 @@ def follow(app: Running, body: dict[str, Any], stream: Stream) -> None:
     stream.ended_s = time.monotonic()
 
 
-def load(app: Running, fault: Callable[[], None] | None = None, *, at: int = 0) -> list[Stream]:
+def load(
+    app: Running, fault: Callable[[], None] | None = None, *, at: int = 0, name: str = ""
+) -> list[Stream]:
     """The load's streams; ``fault`` comes once they have ``at`` tokens in all, and each has begun: a request without an
     answer yet is not cut, HAProxy asks again for it. None is cached before a fault: drafts out of the cache would end
-    it early."""
+    it early. ``name``: they are called so, and by their number."""
     if fault is not None:
         app.until(lambda: HTTP.post(f"{app.url}/flush_cache").status_code == 200, 60)
+    names = [{"X-Request-Id": f"{name}-{number}"} if name else {} for number in range(len(LOAD))]
     streams = [Stream() for _ in LOAD]
     with ThreadPoolExecutor(len(LOAD)) as pool:
-        running = [pool.submit(follow, app, body, stream) for body, stream in zip(LOAD, streams, strict=True)]
+        running = [pool.submit(follow, app, *each) for each in zip(LOAD, streams, names, strict=True)]
         if fault is not None:
             app.until(lambda: num_ids(streams) >= at and all(stream.ids for stream in streams), 60)
             fault()
@@ -148,7 +122,7 @@ def test_streams_go_on_elsewhere_with_the_same_ids_when_a_replica_fails_at_a_ran
             (gates / str(pid)).touch()
 
     try:
-        streams = load(app, fault, at=at)
+        streams = load(app, fault, at=at, name="killed" if how == "SIGKILL" else "")
         assert [stream.ids for stream in streams] == undisturbed, f"at token {at}"
         assert all(stream.done for stream in streams)
         worst_s = max(stream.worst_gap_s for stream in streams)
@@ -156,11 +130,25 @@ def test_streams_go_on_elsewhere_with_the_same_ids_when_a_replica_fails_at_a_ran
         assert worst_s < GOES_ON_S + BUSY_S
         if how != "SIGKILL":
             assert worst_s > 1.0, "nothing hung"
+        else:
+            say_why_they_went_on(app)
     finally:
         if how == "SIGSTOP" and pid:
             with contextlib.suppress(ProcessLookupError):  # so busy a machine that it was killed for its silence
                 os.kill(pid, signal.SIGCONT)
         (gates / str(pid)).unlink(missing_ok=True)
+
+
+def say_why_they_went_on(app: Running) -> None:
+    """Of streams whose replica was killed the routes say that its end was noticed, not its silence."""
+    routes = [HTTP.get(f"{app.url}/route/killed-{number}", timeout=30).json() for number in range(len(LOAD))]
+    assert {route["outcome"] for route in routes} == {"ok"}
+    firsts = [next(each for each in route["tries"] if not each["moved"]) for route in routes if route["num_retries"]]
+    [victim] = {each["replica"] for each in firsts}
+    assert all("ReplicaGone" in each["failure"] and each["outcome"] == "error" for each in firsts)
+    retries = [retry for retry in app.info()["recent_retries"] if retry["replica_id"] == victim]
+    assert any(retry["num_delivered"] > 0 for retry in retries)
+    app.until(lambda: victim not in {state["replica"]["replica_id"] for state in app.states()}, 60)
 
 
 @pytest.mark.parametrize("what", ["HAProxy", "its manager", "router"])
@@ -215,56 +203,6 @@ def test_the_death_of_serves_controller_is_told_and_nothing_else_ends(app: Runni
     marks = ("Router", "ModelReplica", "HAProxyManager")
     kept = {pid for pid, command in before.items() if any(mark in command for mark in marks)}
     assert kept <= app.processes().keys()
-
-
-def test_documents_calls_and_their_logprobs_go_on_when_a_replica_is_killed(app: Running) -> None:
-    undisturbed, num_characters = agents(app)
-    for index, answer in enumerate(undisturbed):
-        said = answer[0]["delta"]
-        text = said["tool_calls"][0]["function"]["arguments"] if index >= 2 else said["content"]
-        assert len(json.loads(text)["numbers"]) == 16
-    at = random.randrange(num_characters // 10, num_characters // 2)
-    answers, _ = agents(app, at=at)
-    for answer, whole in zip(answers, undisturbed, strict=True):
-        assert equal(answer, whole), f"killed at character {at}: {answer} is not {whole}"
-
-
-def agents(app: Running, *, at: int | None = None) -> tuple[list[dict[Any, Any]], int]:
-    """The answers to what agents ask, and of how many characters they are, the same in each run, while the number of
-    events falls with the drafts that come true. The busiest replica is killed once all have begun and ``at`` characters
-    have come."""
-    events: list[list[str]] = [[] for _ in AGENTS]
-    num_characters, counting = 0, threading.Lock()
-
-    def read(body: dict[str, Any], lines: list[str]) -> None:
-        nonlocal num_characters
-        whole = {
-            "messages": [{"role": "user", "content": "Draw 16 numbers between 100 and 999."}], "max_tokens": 300,
-            "stream": True, "stream_options": {"include_usage": True}, **body,
-        }  # fmt: skip
-        with HTTP.stream("POST", f"{app.url}/v1/chat/completions", json=whole, timeout=60) as answer:
-            for line in answer.iter_lines():
-                lines += [line] if line else []  # one by one, as they come
-                with counting:
-                    num_characters += sum(map(len, TEXTS.findall(line)))
-
-    def have_begun() -> bool:
-        return all(events) and num_characters >= (at or 0)
-
-    with ThreadPoolExecutor(len(AGENTS)) as pool:
-        reading = [pool.submit(read, body, lines) for body, lines in zip(AGENTS, events, strict=True)]
-        if at is not None:
-            app.until(have_begun, 60)
-            os.kill(busiest(app), signal.SIGKILL)
-        for each in reading:
-            each.result()
-    answers = [joined(lines) for lines in events]
-    for answer in answers:
-        answer["usage"].pop("prompt_tokens_details")  # what was cached depends on who answers
-        for choice in (each for index, each in answer.items() if index != "usage"):
-            for call in choice["delta"].get("tool_calls", {}).values():
-                call.pop("id")  # a new one each time
-    return answers, num_characters
 
 
 def listens(app: Running) -> bool:
