@@ -43,6 +43,13 @@ class Told:
         return str(self.state.feed.body()[-1]["text"])
 
 
+def both_seen() -> Told:
+    """Fed with one second in which a router has met a and b."""
+    told = Told()
+    told.go_on([view("one", seen("a"), seen("b"))])
+    return told
+
+
 def gone(replica_id: str, *, died: bool) -> tuple[GoneReplica, ...]:
     return (GoneReplica(replica_id=replica_id, role="unified", died=died),)
 
@@ -116,8 +123,7 @@ def test_a_name_is_kept_and_no_other_replica_has_it_within_an_hour() -> None:
 
 
 def test_a_silent_replica_that_speaks_again_has_not_died() -> None:
-    told = Told()
-    told.go_on([view("one", seen("a"), seen("b"))])
+    told = both_seen()
     told.go_on([view("one", silent("a"), seen("b"), rows=(again("x"),))], seconds=50)
     told.go_on([view("one", seen("a"), seen("b"))])
     assert [each["text"] for each in told.state.feed.body()] == [
@@ -129,8 +135,7 @@ def test_a_silent_replica_that_speaks_again_has_not_died() -> None:
 @pytest.mark.parametrize("long", [False, True])
 def test_what_serve_stops_has_drained_and_is_no_death(long: bool) -> None:
     """An idle one is gone before the next look at Serve."""
-    told = Told()
-    told.go_on([view("one", seen("a"), seen("b"))])
+    told = both_seen()
     left = view("one", seen("b"), gone=gone("a", died=False))
     if long:
         told.go_on([left], details(listed("a", state="STOPPING"), listed("b"), unified=1), seconds=20)
@@ -145,8 +150,7 @@ def test_what_serve_stops_has_drained_and_is_no_death(long: bool) -> None:
 
 
 def test_a_start_long_after_a_death_is_no_replacement() -> None:
-    told = Told()
-    told.go_on([view("one", seen("a"), seen("b"))])
+    told = both_seen()
     told.go_on([view("one", seen("b"), gone=gone("a", died=True))])
     told.second += 700
     told.go_on([view("one", seen("b"), seen("c", age_s=None))], details(listed("b"), listed("c"), unified=2))
@@ -155,8 +159,7 @@ def test_a_start_long_after_a_death_is_no_replacement() -> None:
 
 
 def test_a_member_that_left_and_is_back_is_told_once() -> None:
-    told = Told()
-    told.go_on([view("one", seen("a"), seen("b"))])
+    told = both_seen()
     told.go_on([view("one", seen("b"), gone=gone("a", died=False))])
     told.go_on([view("one", seen("a"), seen("b"), gone=gone("a", died=False))], seconds=5)
     assert told.kinds == [("drains", "a")]
@@ -182,8 +185,7 @@ def test_shedding_begins_and_ends_with_the_number_of_those_refused() -> None:
 
 
 def test_the_numbers_of_events_grow_from_life_to_life() -> None:
-    told = Told()
-    told.go_on([view("one", seen("a"), seen("b"))])
+    told = both_seen()
     told.go_on([view("one", silent("a"), seen("b"))], seconds=4)
     told.go_on([view("one", seen("a"), seen("b"))])
     assert [each["seq"] for each in told.state.feed.body()] == [101, 102]
@@ -193,16 +195,13 @@ def test_the_numbers_of_events_grow_from_life_to_life() -> None:
 def test_one_death_is_one_event_and_a_request_that_went_on_is_counted_once() -> None:
     """A killed process is silent for two seconds. A stopped one is silent, then in an endless step, then lost: six
     requests went on, and three events told of six each."""
-    told = Told()
-    moved = (again("x"), again("y"))
-    told.go_on([view("one", seen("a"), seen("b"))])
+    told, moved = both_seen(), (again("x"), again("y"))
     told.go_on([view("one", silent("a"), seen("b"))], seconds=2)
     told.go_on([view("one", seen("b"), gone=gone("a", died=True), rows=moved)], seconds=3)
     assert told.kinds == [("lost", "a")]
     assert told.last == "replica 1 (a) is lost; 2 requests went on elsewhere"
 
-    stopped = Told()
-    stopped.go_on([view("one", seen("a"), seen("b"))])
+    stopped = both_seen()
     stopped.go_on([view("one", silent("a"), seen("b"), rows=moved)], seconds=9)
     endless = replace(seen("a"), state="unhealthy", why="its step has been running for 31.1 s")
     stopped.go_on([view("one", endless, seen("b"), rows=moved)], seconds=5)
@@ -210,8 +209,7 @@ def test_one_death_is_one_event_and_a_request_that_went_on_is_counted_once() -> 
     assert stopped.kinds == [("silent", "a"), ("unhealthy", "a"), ("lost", "a")]
     assert [each["requests"] for each in stopped.state.feed.body()] == [2, 0, 0]
 
-    held_up = Told()
-    held_up.go_on([view("one", seen("a"), seen("b"))])
+    held_up = both_seen()
     held_up.go_on([view("one", silent("a"), seen("b"))], seconds=2)
     held_up.go_on([view("one", endless, seen("b"))])
     held_up.go_on([view("one", seen("a"), seen("b"))], seconds=5)

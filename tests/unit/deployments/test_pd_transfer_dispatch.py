@@ -118,6 +118,8 @@ async def test_the_record_tells_the_pair_the_report_and_how_the_prefill_leg_ende
     assert (body["pair"]["prefill"], body["pair"]["decode"], body["pair"]["best_prefill"]) == ("p0", "d0", "p0")
     assert [each["replica"] for each in body["candidates"] if each["chosen"]] == ["p0", "d0"]
     assert pairs.house.router.link.bytes_per_s == pytest.approx((2 << 20) / 0.01)
+    dry = pair_body(pairs.house.dispatcher.explain_only(query_of(ask(), NO_HINTS)))["pair"]
+    assert (dry["prefill"], dry["decode"], dry["decode_replicas"][0]["replica_id"]) == ("p0", "d0", "d0")
 
 
 class LateWord(PdTransferReplica):
@@ -340,13 +342,6 @@ async def test_without_prefill_all_is_local_and_without_decode_there_is_no_repli
     assert kv_transfer_body(pairs.tries[-1]) == {"kv_transfer": None, "prefill_end": None, "held_out": {}}
 
 
-async def test_a_dry_run_tells_the_pair(pairs: Pairs) -> None:
-    await pairs.add(pairs.prefill(), pairs.decode())
-    body = pair_body(pairs.house.dispatcher.explain_only(query_of(ask(), NO_HINTS)))
-    assert (body["pair"]["prefill"], body["pair"]["decode"]) == ("p0", "d0")
-    assert [each["replica_id"] for each in body["pair"]["decode_replicas"]] == ["d0"]
-
-
 FAILED = PdTransferReport(transferred=False, reason="no way")
 DONE = PdTransferReport(transferred=True)
 
@@ -366,6 +361,20 @@ def test_a_failed_kv_transfer_holds_its_prefill_replica_out_for_two_seconds_and_
     assert not held(hold_out, clock, 2.0)
 
 
+@pytest.mark.parametrize(("report", "at_s"), [(DONE, 1.0), (None, 130.0)], ids=["it succeeds", "long past"])
+def test_a_hold_out_ends_and_the_next_one_is_as_short(report: PdTransferReport | None, at_s: float) -> None:
+    hold_out = HoldOut(clock := Clock())
+    hold_out.take("p0", FAILED)
+    assert held(hold_out, clock, 1.0)
+    clock.now_s = at_s
+    if report is not None:
+        hold_out.take("p0", report)
+    assert not held(hold_out, clock, at_s)
+    hold_out.take("p0", FAILED)
+    assert held(hold_out, clock, at_s + 1.99)
+    assert not held(hold_out, clock, at_s + 2.0)
+
+
 def test_a_hold_out_doubles_with_each_failure_after_it_up_to_a_minute_and_not_with_those_during_it() -> None:
     clock = Clock()
     hold_out, lengths = HoldOut(clock), []
@@ -377,25 +386,6 @@ def test_a_hold_out_doubles_with_each_failure_after_it_up_to_a_minute_and_not_wi
             pass
         lengths.append(clock.now_s - began_s)
     assert lengths == [2, 4, 8, 16, 32, 60, 60]
-
-
-def test_a_kv_transfer_that_succeeds_ends_the_hold_out() -> None:
-    hold_out = HoldOut(clock := Clock())
-    hold_out.take("p0", FAILED)
-    assert held(hold_out, clock, 1.0)
-    hold_out.take("p0", DONE)
-    assert not held(hold_out, clock, 1.0)
-    hold_out.take("p0", FAILED)
-    assert not held(hold_out, clock, 3.0)
-
-
-def test_a_failure_long_past_is_forgotten() -> None:
-    hold_out = HoldOut(clock := Clock())
-    hold_out.take("p0", FAILED)
-    assert not held(hold_out, clock, 130.0)
-    hold_out.take("p0", FAILED)
-    assert not held(hold_out, clock, 132.0)  # 2 s again
-    assert held(hold_out, clock, 131.9)
 
 
 async def test_a_pair_that_was_reserved_for_a_move_is_closed_where_half_of_it_has_left(pairs: Pairs) -> None:

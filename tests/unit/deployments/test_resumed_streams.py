@@ -39,7 +39,7 @@ from tests.waiting import until_async
 
 pytestmark = [pytest.mark.model, pytest.mark.timeout(240)]
 __all__ = ["engines"]  # a fixture
-KILLS = 20 if ALL else 3  # of each way, at least
+KILLS = 20 if ALL else 2  # of each way, at least
 NOBODY = 1  # a port on which nothing listens
 WAYS = {
     **{name: way for name, way in WAYS.items() if name not in ("echo and logprobs", "stop strings", "reasoning")},

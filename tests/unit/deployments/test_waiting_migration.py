@@ -71,7 +71,9 @@ def record(house: House, name: str) -> RouteRecord:
     return found
 
 
-async def test_a_request_that_waits_goes_to_a_replica_that_has_joined(house: House, slow: list[SlowReplica]) -> None:
+async def test_a_request_that_waits_goes_to_a_replica_that_has_joined_which_is_a_try_and_no_retry(
+    house: House, slow: list[SlowReplica]
+) -> None:
     tasks = await waits_behind_another(house, slow)
     house.dispatcher.move_waiting()
     await until_async(lambda: slow[0].num_asked == 2)
@@ -86,14 +88,6 @@ async def test_a_request_that_waits_goes_to_a_replica_that_has_joined(house: Hou
     assert slow[0].begun == {"a0.0-me"}  # which was admitted, and stayed though it was asked for
     assert slow[0].given_back == {"a1.0-me"}
     assert house.dispatcher.num_retries == 0
-
-
-async def test_a_move_is_told_as_a_try_and_not_as_a_retry(house: House, slow: list[SlowReplica]) -> None:
-    tasks = await waits_behind_another(house, slow)
-    house.dispatcher.move_waiting()
-    slow[0].go_on.set()
-    await asyncio.gather(*tasks)
-    moved = record(house, "a1.0-me")
     body, row = record_body(moved, router_id="router"), request_row(moved, router_id="router")
     assert (body["num_retries"], body["num_migrations"]) == (0, 1)
     assert [(each["moved"], each["outcome"]) for each in body["tries"]] == [("join", "moved"), (None, "ok")]
