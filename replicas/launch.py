@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from kvtransfer.ports.agent import may_pin
 from kvtransfer.ports.rank_port import RankPort
 from kvtransfer.rooms.kv_transfer import KvTransfer
 from kvtransfer.stores.items import NO_SECRET, store_secret
@@ -295,5 +296,6 @@ def open_transfer_service(
         fingerprint=spec.layout.fingerprint,
         open_timeout_s=settings.open_timeout_s,
         room_timeout_s=settings.room_timeout_s,
+        pinned=may_pin(),  # as on the other ranks, which are on this machine
     )
     return service, terms

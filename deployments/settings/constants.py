@@ -51,7 +51,7 @@ CONSTANTS: Mapping[str, str] = {
     "router.record_bytes": "it bounds the disk that a recording takes",
     "router.batch_file_bytes": "it is OpenAI's bound",
     "router.batch_bytes": "a folder on a disk of its own bounds it too",
-    "transfer.fetch": "off: with it memory cannot be given back, and little is gained (docs/log/2026-11-29-fetches.md)",
+    "transfer.fetch": "off: little is gained by it where links are slow (docs/log/2026-11-29-fetches.md)",
     "transfer.open_timeout_s": "it follows router.max_wait_s, which it must exceed",
     "transfer.room_timeout_s": "it follows router.max_wait_s, which it must exceed",
     "transfer.call_timeout_s": _PEERS,

@@ -24,6 +24,7 @@ import socket
 import threading
 import uuid
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -42,6 +43,8 @@ _CUDA_WANTED = (
     "the pool is on a GPU, so UCX_TLS must allow cuda_copy (and cuda_ipc within a machine) or be unset, and NIXL's "
     "wheel must be that of torch's CUDA (nixl-cu12, nixl-cu13)"
 )
+UNPINNED = frozenset({"tcp", "cma", "self"})  # transports of UCX that need no registered memory
+RDMA_DEVICES = Path("/sys/class/infiniband")
 Descriptors = npt.NDArray[np.uint64]  # [S, 5] address, length, device, stride, count
 
 
@@ -294,6 +297,15 @@ def _set_environment(host: str, transport: Literal["auto", "tcp"], *, on_host: b
         os.environ.setdefault("UCX_TLS", "tcp,cma" if on_host else "tcp,cuda_copy,cuda_ipc")
     os.environ.setdefault("UCX_LOG_LEVEL", "error")
     os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
+
+
+def may_pin() -> bool:
+    """Return whether UCX may use RDMA, whose devices keep to the memory that a pool has when it is registered.
+    It is known once an agent of this process is made."""
+    allowed = os.environ.get("UCX_TLS")
+    if allowed is not None and UNPINNED.issuperset(allowed.split(",")):
+        return False
+    return RDMA_DEVICES.is_dir() and any(RDMA_DEVICES.iterdir())
 
 
 def _interface_of(host: str) -> str:

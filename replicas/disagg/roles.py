@@ -94,6 +94,7 @@ class PdTransferTerms:
     fingerprint: str  # of its KV layout; goes with what it sends
     open_timeout_s: float = 180.0  # as a sender: for the receiver to open the room; as a receiver: for row and pages
     room_timeout_s: float = 180.0  # as a receiver: without a page
+    pinned: bool = False  # a device may hold the memory of the pool: it cannot be given back
 
 
 class StateCarrier(Protocol):
@@ -146,6 +147,7 @@ class PdTransferParts:
     observer: Observer
     tallies: PdTransferTallies
     states: StateCarrier | None = None  # of a model that keeps them
+    may_lend: Callable[[], bool] = lambda: True  # whether the pool has its memory
 
 
 class Rooms:
@@ -332,6 +334,7 @@ class Donor:
         self._service = parts.service
         self._kv = parts.kv
         self._fingerprint = parts.terms.fingerprint
+        self._may_lend = parts.may_lend
         self._lent: dict[int, Detained] = {}  # by room
 
     def __len__(self) -> int:
@@ -339,6 +342,9 @@ class Donor:
 
     def serve(self, room: int, first_page: int, prefix: Prefix) -> None:
         """Send what is cached of ``prefix`` from page ``first_page`` on. What the peer has not by then it computes."""
+        if not self._may_lend():
+            self._service.abort_send(room, "the pages' memory is given back")
+            return
         ids, ps = np.frombuffer(prefix.token_ids, dtype="<i4").astype(np.int32), self._kv.page_size
         pages, receipt = self._kv.store.lend(ids, prefix.salt, f"fetch-{room}")
         if len(pages) <= first_page:

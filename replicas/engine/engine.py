@@ -156,7 +156,7 @@ class Engine:
             executor.launch, self.scheduler, chunk_size=config.chunked_prefill_size, clock=clock
         )
         self.occupation = Occupation(
-            kv, device=config.device, has_transfer=transfer is not None, give_back=executor.give_back
+            kv, device=config.device, pinned=transfer is not None and transfer[1].pinned, give_back=executor.give_back
         )
         kv.store.part_bytes = group_parts(config, kv.store.size)
         pool_tokens = kv.store.stats().total_tokens
@@ -171,7 +171,7 @@ class Engine:
             parts = PdTransferParts(
                 service=self._service, scheduler=self.scheduler, kv=kv, terms=terms, clock=clock,
                 vocab_size=config.model.vocab_size, observer=self._observer, tallies=PdTransferTallies(),
-                states=executor.states,
+                states=executor.states, may_lend=lambda: not self.occupation.released,
             )  # fmt: skip
             self._kv_transfers = PdTransfers(parts)
 

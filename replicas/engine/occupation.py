@@ -1,7 +1,9 @@
 """Gives back an engine's memory while it is not needed, and takes it again: sleep mode (SPEC A10).
 
 Owns:      which parts are given back.
-Never:     gives back what a request or a peer uses: the engine asks for it only while nothing is open.
+Never:     gives back what a request or a peer uses: the engine asks for it only while nothing is open, no page is lent
+           or in quarantine, so that no peer reads or writes; and it lends none until the resume. Memory that a device
+           has pinned (RDMA) stays.
 Invariant: while a part is given back, `require` refuses every request. The prefix cache is not lost by it, as far as
            the host tier has room: its pages are copied there first and loaded when prompts need them again.
 Thread:    the engine's.
@@ -24,12 +26,13 @@ PARTS = frozenset({"kv_cache", "weights"})
 class Occupation:
     """The memory of one engine, by part: in use or given back."""
 
-    def __init__(self, kv: KvCache, *, device: Device, has_transfer: bool, give_back: Callable[[frozenset[str]], None]):
-        """``give_back``: gives the memory of these parts back on all ranks."""
+    def __init__(self, kv: KvCache, *, device: Device, pinned: bool, give_back: Callable[[frozenset[str]], None]):
+        """``pinned``: RDMA devices may hold the pool's memory. ``give_back``: gives memory of these parts back on all
+        ranks."""
         self.released: frozenset[str] = frozenset()
         self._kv = kv
         self._device = device
-        self._has_transfer = has_transfer
+        self._pinned = pinned
         self._give_back = give_back
 
     def parts_of(self, tags: Iterable[str]) -> frozenset[str]:
@@ -40,10 +43,10 @@ class Occupation:
             raise InvalidRequest(f"tags: {named} unknown; there are kv_cache and weights", param="tags")
         if self._device != "cpu":
             raise InvalidRequest("memory of a GPU cannot be given back: captured graphs hold its addresses")
-        if self._has_transfer:
+        if self._pinned:
             raise InvalidRequest(
-                "memory cannot be given back where replicas hand pages over or fetch them: peers write into it; with "
-                "mode: unified set transfer.fetch: off"
+                "memory cannot be given back where pages may come by RDMA, which pins it: with transfer.transport: tcp "
+                "it can, and with mode: unified and transfer.fetch: off"
             )
         return frozenset(tags) or PARTS
 

@@ -160,6 +160,37 @@ def test_a_fetch_that_is_late_is_computed(receiver: Engine, donor: Engine) -> No
     settle((receiver, donor))
 
 
+def test_memory_is_given_back_once_no_fetch_uses_it_and_nothing_is_lent_until_the_resume(
+    receiver: Engine, donor: Engine
+) -> None:
+    """The donor's pages are on its host then, and it could load them."""
+    expected = ids_of(alone(donor, ask("computed")))
+    receiver.submit(fetching(ask("fetched"), donor))
+    for _ in range(WAIT_TURNS):
+        receiver.step()
+        donor.poll()
+        if donor.kv.in_use:
+            break
+    assert not donor.release_memory()  # its pages are being read
+    assert not receiver.release_memory()
+    assert ids_of(run([receiver, donor])[0]) == expected
+    settle((receiver, donor))
+    assert donor.release_memory()
+    receiver.flush_cache()
+    receiver.submit(fetching(ask("refused"), donor))
+    deltas, _ = run([receiver, donor])
+    assert report_of(deltas).reason == "the pages' memory is given back"
+    assert ids_of(deltas) == expected
+    donor.occupation.check()
+    donor.resume_memory()
+    receiver.flush_cache()
+    receiver.submit(fetching(ask("again"), donor))
+    deltas, _ = run([receiver, donor])
+    assert report_of(deltas).num_pages == 9
+    assert ids_of(deltas) == expected
+    settle((receiver, donor))
+
+
 def test_a_request_that_is_aborted_in_its_fetch_leaves_nothing(receiver: Engine, donor: Engine) -> None:
     alone(donor, ask("computed"))
     receiver.submit(fetching(ask("fetched"), donor))

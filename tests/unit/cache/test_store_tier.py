@@ -408,7 +408,7 @@ def test_the_cache_is_on_the_host_after_its_memory_was_given_back(tmp_path: Path
     bench.kv.store_tier = None
     ask(bench)
     given: list[frozenset[str]] = []
-    occupation = Occupation(bench.kv, device="cpu", has_transfer=False, give_back=given.append)
+    occupation = Occupation(bench.kv, device="cpu", pinned=False, give_back=given.append)
     occupation.release(frozenset({"kv_cache"}))
     assert given == [frozenset({"kv_cache"})]
     assert bench.kv.store.stats().free_pages == 12
@@ -421,8 +421,8 @@ def test_the_cache_is_on_the_host_after_its_memory_was_given_back(tmp_path: Path
 @pytest.mark.parametrize(
     ("where", "said"),
     [
-        ({"device": "cuda", "has_transfer": False}, "memory of a GPU cannot be given back: captured graphs"),
-        ({"device": "cpu", "has_transfer": True}, "where replicas hand pages over or fetch them: peers write into it"),
+        ({"device": "cuda", "pinned": False}, "memory of a GPU cannot be given back: captured graphs"),
+        ({"device": "cpu", "pinned": True}, "where pages may come by RDMA, which pins it: with transfer.trans"),
     ],
 )
 def test_memory_that_others_have_the_address_of_is_not_given_back(tmp_path: Path, where: Any, said: str) -> None:

@@ -4,6 +4,7 @@ import contextlib
 import os
 import socket
 import sys
+from pathlib import Path
 from typing import Literal
 
 import numpy as np
@@ -11,7 +12,8 @@ import pytest
 
 from kvtransfer.errors import TransferError
 from kvtransfer.layout import head_slices
-from kvtransfer.ports.agent import NixlAgent, cut_connections, descriptors
+from kvtransfer.ports import agent
+from kvtransfer.ports.agent import NixlAgent, cut_connections, descriptors, may_pin
 from kvtransfer.ports.memory import KvMemory
 from tests.kv_pools import layout, random_pools
 
@@ -73,6 +75,17 @@ def test_transports_within_a_machine_reach_the_memory_that_is_moved(
         with pytest.raises(TransferError, match="needs the package nixl"):
             NixlAgent(memory, transport=transport)
         assert os.environ["UCX_TLS"] == wanted
+
+
+@pytest.mark.parametrize(("transports", "pins"), [("tcp,cma", False), ("tcp", False), ("rc,tcp", True), (None, True)])
+def test_a_pool_is_pinned_only_where_ucx_may_use_a_device_of_rdma(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, transports: str | None, pins: bool
+) -> None:
+    monkeypatch.setattr(agent, "RDMA_DEVICES", tmp_path)
+    monkeypatch.delenv("UCX_TLS") if transports is None else monkeypatch.setenv("UCX_TLS", transports)
+    assert not may_pin()
+    (tmp_path / "mlx5_0").mkdir()
+    assert may_pin() is pins
 
 
 def test_where_ucx_does_not_see_the_gpu_the_error_says_which_setting_lets_it() -> None:
