@@ -29,12 +29,12 @@ from benchmarks.calibration import PACE_S, Calibrated, build_of, calibrate
 from benchmarks.harness import Part, Row, Table, percentile
 from benchmarks.sim_cluster import ORACLE, Cluster, Record, Setup
 from benchmarks.sim_engine import Build, StepTime
-from benchmarks.sim_load import SimRequest, of_workload, read_trace
+from benchmarks.sim_load import SimRequest, bursts, of_workload, read_trace
 from replicas.config import SchedulerConfig, load_extensions
 from replicas.scheduler.orders import ORDERS
 from routing.policies import POLICIES
 
-WORKLOADS = ("shared-prefix", "multi-turn")
+WORKLOADS = ("shared-prefix", "multi-turn", "bursts")
 REPLICAS = 8
 OBJECTIVE_S = 5.0
 MakeCluster = Callable[[Callable[[], None]], Cluster]
@@ -203,6 +203,12 @@ def _load(options: argparse.Namespace) -> list[SimRequest]:
     num, seed = options.requests or (200 if options.quick else 2000), options.seed
     if options.trace is not None:
         return read_trace(options.trace, rate=options.rate, limit=num if options.quick else options.requests)
+    rate = options.rate * (options.replicas or [REPLICAS])[0]
+    if options.workload == "bursts":
+        return bursts(
+            max(1, num // 17), size=16, question_len=256, output_len=64, requests_per_s=rate, lead_s=options.think,
+            seed=seed,
+        )  # fmt: skip
     if options.workload == "shared-prefix":
         workload = workloads.shared_prefix(
             num_groups=max(1, num // 20), per_group=min(num, 20), prefix_len=8192, question_len=512, output_len=256,
@@ -213,7 +219,6 @@ def _load(options: argparse.Namespace) -> list[SimRequest]:
             num_users=max(1, num // 8), num_turns=min(num, 8), turn_len=1024, output_len=256, vocab_size=32_000,
             seed=seed,
         )  # fmt: skip
-    rate = options.rate * (options.replicas or [REPLICAS])[0]
     return of_workload(workload, requests_per_s=rate, think_s=options.think, spread=0.5, seed=seed)
 
 

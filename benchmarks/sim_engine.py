@@ -31,7 +31,7 @@ from kvtransfer.types import PdTicket, PeerAddress
 from replicas.cache.kv import KvCache
 from replicas.cache.quarantine import Detained
 from replicas.config import SchedulerConfig
-from replicas.disagg.roles import ask_grant, compute_here, fetched
+from replicas.disagg.roles import ask_grant, compute_here, fetch_for, fetched
 from replicas.engine.loop import IDLE_WAIT_S, STATS_PERIOD_S
 from replicas.engine.stepping import StepClock, snapshot
 from replicas.memory.sizing import PoolSize
@@ -262,12 +262,13 @@ class TimedEngine:
 class SimJob:
     """A request at a simulated replica: what it needs there, and what came of it."""
 
-    __slots__ = ("came_s", "fetch", "num_sent", "req", "request", "token_ids", "ttft_s")
+    __slots__ = ("came_s", "fetch", "num_sent", "req", "request", "sent_s", "token_ids", "ttft_s")
 
     def __init__(self, request: SimRequest, *, now_s: float, objective_s: float, build: Build) -> None:
         self.request = request
         self.fetch: PageFetch | None = None
         self.num_sent = 0  # bytes
+        self.sent_s = 0.0  # from the first page to the last
         self.token_ids = request.token_ids()
         self.came_s = now_s
         self.ttft_s = 0.0  # once it has its first token
@@ -299,6 +300,7 @@ class SimReplica:
         self.fetched: Callable[[SimJob, int, float, bool], None] = lambda job, num_bytes, took_s, failed: None
         self._links_free_s = [0.0, 0.0]  # out, in
         self._fetching: dict[Req, SimJob] = {}
+        self._followers: dict[Req, list[Req]] = {}  # parked, by the one whose fetch they wait for
         self._build, self._events, self._ended = build, events, ended
         self._without_first: dict[SimJob, None] = {}  # at the engine or on their way to it
 
@@ -337,7 +339,12 @@ class SimReplica:
         engine.first[job.req] = functools.partial(self._begun, job)
         engine.ended[job.req] = functools.partial(self._through, job)
         if job.fetch is None:
-            engine.scheduler.submit(job.req)
+            first = fetch_for(job.req, self._fetching, engine.kv)
+            if first is None:
+                engine.scheduler.submit(job.req)
+            else:
+                engine.scheduler.park(job.req)
+                self._followers.setdefault(first, []).append(job.req)
             return
         ticket = PdTicket(
             room=job.request.number, generation=0, prefill=PeerAddress(host="", port=0, incarnation=""),
@@ -364,13 +371,15 @@ class SimReplica:
         pages, receipt = donor.engine.kv.store.lend(job.prompt[: job.fetch.end_tokens], job.req.salt, job.req.rid)
         end_len = len(pages) * build.page_size
         num_bytes = max(end_len - first, 0) * build.token_bytes
-        done_s = max(now_s, donor._links_free_s[0], self._links_free_s[1]) + num_bytes / build.link_bytes_per_s
+        begins_s = max(now_s, donor._links_free_s[0], self._links_free_s[1])
+        done_s = begins_s + num_bytes / build.link_bytes_per_s
         late = done_s > ordered_s + job.fetch.within_s
         if late:
             done_s = max(now_s, ordered_s + job.fetch.within_s)
         donor._links_free_s[0] = max(donor._links_free_s[0], done_s)
         self._links_free_s[1] = max(self._links_free_s[1], done_s)
-        job.num_sent = min(num_bytes, int((done_s - now_s) * build.link_bytes_per_s))
+        job.sent_s = max(done_s - begins_s, 0.0)
+        job.num_sent = int(job.sent_s * build.link_bytes_per_s) if late else num_bytes
         donor.engine.sends_until_s = max(donor.engine.sends_until_s, done_s)
         release = functools.partial(donor.engine.kv.store.release_quarantined, receipt)
         self._events.at(done_s, lambda: donor.engine.command(release))
@@ -382,7 +391,7 @@ class SimReplica:
         """The pages are here, or (None) will not come; whichever is first."""
         if self._fetching.pop(job.req, None) is None:
             return
-        took_s = self._events.now_s - ordered_s
+        took_s = job.sent_s if end_len is not None else self._events.now_s - ordered_s  # as a replica's report tells it
         if end_len is None:
             compute_here(self.engine.scheduler, job.req)
             assert isinstance(job.req.leg, Leg)
@@ -391,6 +400,8 @@ class SimReplica:
             job.req.leg.detained = None
         else:
             fetched(self.engine.scheduler, job.req, end_len)
+        for each in self._followers.pop(job.req, ()):
+            self.engine.scheduler.unpark(each)
         self.fetched(job, job.num_sent, took_s, end_len is None)
 
     def _begun(self, job: SimJob) -> None:

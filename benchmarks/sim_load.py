@@ -55,6 +55,7 @@ class Events:
 Ids = npt.NDArray[np.int32]
 
 BLOCK_TOKENS = 512  # of Mooncake's traces
+PREFIX_TOKENS = (2_000, 8_000)  # of a burst, from and to
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -156,3 +157,32 @@ def of_workload(
             )
             history.append(answer)
     return requests
+
+
+def bursts(
+    num_bursts: int, *, size: int, question_len: int, output_len: int, requests_per_s: float, lead_s: float, seed: int
+) -> list[SimRequest]:
+    """Return bursts of ``size`` requests that come at once, with a prefix each and questions of their own. A request
+    sends the prefix ``lead_s`` earlier, so that one replica holds it. Bursts come at random (Poisson)."""
+    rng = Random(f"{seed}/bursts")
+    requests: list[SimRequest] = []
+    start_s = 0.0
+    for _ in range(num_bursts):
+        start_s += rng.expovariate(requests_per_s / (size + 1))
+        prefix = rng.choices(range(256, 2**31), k=rng.randint(*PREFIX_TOKENS))
+        for at_s in (start_s, *[start_s + lead_s] * size):
+            question, answer = (rng.choices(range(256, 2**31), k=n) for n in (question_len, output_len))
+            requests.append(
+                SimRequest(
+                    number=0,
+                    arrival_s=at_s,
+                    after=None,
+                    input_len=len(prefix) + question_len,
+                    output_len=output_len,
+                    prompt=np.array(prefix + question, dtype=np.int32),
+                    repeat=1,
+                    answer=np.array(answer, dtype=np.int32),
+                )
+            )
+    requests.sort(key=lambda request: request.arrival_s)
+    return [replace(request, number=number) for number, request in enumerate(requests)]

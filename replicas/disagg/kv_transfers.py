@@ -62,6 +62,10 @@ class PdTransfers:
         else:
             self._decode.submit(reqs, kv_transfer)
 
+    def follows(self, req: Req) -> bool:
+        """Let ``req``, which has no leg, wait for a fetch that brings some of its prompt. Returns: whether it waits."""
+        return self._decode.follows(req)
+
     def require_new_room(self, request: GenerateRequest) -> None:
         """Raise InvalidRequest if an earlier try of the room has not ended here."""
         kv_transfer = request.kv_transfer

@@ -38,8 +38,9 @@ Fetch: a decode leg without a prefill leg. It is granted pages up to `PdTicket.e
 them is written there. `Received`: they go to the cache, and it waits like any other to compute the rest. Late, failed
 or refused: it computes all. `Donor`: SendReady ── pages locked, sent ── SendDone or SendDrained ──> unlocked
 
-The other choices of an n > 1 request are parked until the prompt of choice 0 is here (or will not come); they find it
-in the radix cache. Prompt logprobs and requests without output need a forward over the prompt here, without a transfer.
+The other choices of an n > 1 request are parked until the prompt of choice 0 is here (or will not come), and so are
+later requests that begin with what is being fetched; they find it in the radix cache.
+Prompt logprobs and requests without output need a forward over the prompt here, without a transfer.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -394,7 +395,7 @@ class DecodeRole:
         self._vocab_size = parts.vocab_size
         self._clock = parts.clock
         self.rooms = Rooms(parts.kv)
-        self._siblings: dict[str, list[Req]] = {}  # parked, by rid
+        self._siblings: dict[str, list[Req]] = {}  # parked, by the rid whose prompt they wait for
 
     def submit(self, reqs: Sequence[Req], kv_transfer: PdTransfer) -> None:
         """Queue the legs of one request, for a grant where possible; ``reqs``: all of its choices."""
@@ -411,6 +412,14 @@ class DecodeRole:
             self._scheduler.park(req)
         if siblings:
             self._siblings[first.rid] = siblings
+
+    def follows(self, req: Req) -> bool:
+        """Park ``req``, which has no leg, if a fetch brings some of its prompt. Returns: whether that is so."""
+        first = fetch_for(req, self.rooms, self._kv)
+        if first is not None:
+            self._scheduler.park(req)
+            self._siblings.setdefault(first.rid, []).append(req)
+        return first is not None
 
     def _no_kv_transfer(self, req: Req) -> str | None:
         """Return why the prompt of ``req`` is computed here, whatever its peer does; None if it may come."""
@@ -605,6 +614,20 @@ class DecodeRole:
         )
         self._tallies.kv_transfer(report, granted=granted_s is not None)
         return report
+
+
+def fetch_for(req: Req, legs: Iterable[Req], kv: KvCache) -> Req | None:
+    """Return the one of ``legs`` whose fetch is under way, if it brings more of the prompt of ``req`` than is here."""
+    for leg in legs:
+        end_len = leg_of(leg).ticket.end_len
+        if not _fetches(leg) or leg_of(leg).closing or leg.state not in (ReqState.WAITING, ReqState.RECEIVING):
+            continue
+        prefix = req.ids[:end_len]
+        if leg.salt != req.salt or end_len > longest_reuse(req) or not np.array_equal(prefix, leg.ids[:end_len]):
+            continue
+        if kv.cache.peek_len(prefix, req.salt) < end_len:
+            return leg
+    return None
 
 
 def ask_grant(scheduler: Scheduler, req: Req) -> None:

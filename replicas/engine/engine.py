@@ -301,7 +301,8 @@ class Engine:
             self._kv_transfers.submit(request, [choice.req for choice in choices])
         else:
             for choice in choices:
-                (place or self.scheduler.submit)(choice.req)
+                if place is not None or self._kv_transfers is None or not self._kv_transfers.follows(choice.req):
+                    (place or self.scheduler.submit)(choice.req)
         if request.rid not in self._open:  # else it waited for its grammar
             self._open.add(request.rid, choices)
         done = []

@@ -266,3 +266,22 @@ def test_an_idle_fleet_fills_evenly(num_replicas: int, pool_pages: int, most: fl
     assert Reason.MORE_FREE.value in {record.reason for record in records}
     again = records[24:]
     assert sum(record.cached_tokens for record in again) >= 0.9 * sum(record.input_len for record in again)
+
+
+def test_a_fetch_tells_the_router_how_fast_the_link_is_and_not_how_long_the_donor_s_steps_are() -> None:
+    """2,000 tokens of 1,000 bytes, held by one replica; eight ask for them at once, each with 400 tokens of its own."""
+    build = replace(
+        tight().build, pool_pages=400, token_bytes=1_000, link_bytes_per_s=1e7,
+        step=StepTime(base_s=0.3, prompt_token_s=0.001, row_s=0.0),
+    )  # fmt: skip
+    prefix = range(20)
+    asked = [
+        request(1 + user, blocks=[*prefix, *range(100 * user + 100, 100 * user + 104)], at_s=20.0) for user in range(8)
+    ]
+    cluster, records = run_of(
+        "estimated_ttft", [request(0, blocks=prefix), *asked], Setup(num_replicas=2, build=build)
+    )
+    assert (cluster.num_fetched, cluster.num_failed) == (2_000, 0)
+    assert sum(record.cached_tokens for record in records) == 8 * 2_000
+    assert cluster.router is not None
+    assert cluster.router.link.bytes_per_s == pytest.approx(1e7)

@@ -135,6 +135,29 @@ def test_all_choices_find_what_the_first_one_fetched() -> None:
         assert pair.decode.deltas["a", index][-1].usage.cached_tokens == 44
 
 
+@pytest.mark.parametrize("how", ["arrives", "fails", "is aborted"])
+def test_who_begins_with_what_is_being_fetched_waits_for_it_and_others_do_not(how: str) -> None:
+    pair = warm()
+    pair.decode.submit(fetching(pair, ask("a", PROMPT)))
+    pair.until(pair.decode, "a", ReqState.RECEIVING, pump=0)
+    pair.decode.submit(ask("follows", [*PROMPT, 7, 8]))
+    pair.decode.submit(replace(ask("another's", [*PROMPT, 7, 8]), cache_salt="own"))
+    pair.decode.submit(ask("shorter", PROMPT[:20]))
+    for _ in range(20):
+        pair.turn(pump=0)
+    assert pair.decode.engine.find("follows").state is ReqState.WAITING
+    assert pair.decode.ids("another's") == continuation([*PROMPT, 7, 8], 8)
+    assert pair.decode.ids("shorter") == continuation(PROMPT[:20], 8)
+    if how == "fails":
+        pair.wire.fail(1)
+    elif how == "is aborted":
+        pair.decode.abort("a")
+    quiet(pair)
+    assert pair.decode.ids("follows") == continuation([*PROMPT, 7, 8], 8)
+    came = pair.decode.deltas["follows", 0][-1].usage.cached_tokens
+    assert came == {"arrives": 44, "fails": 36, "is aborted": 20}[how]  # all; "a"'s first chunk too; the shorter one's
+
+
 @pytest.mark.parametrize("end_len", [0, 42, 48])
 def test_a_ticket_that_does_not_fit_is_computed(end_len: int) -> None:
     pair = warm()
