@@ -1,4 +1,5 @@
 """/openapi.json is what the routes do: schemathesis sends what it describes, and what it does not, and compares.
+docs/api.md and docs/api_fields.md are made from it, and all of it is explained.
 
 Owns: a router with replicas that only pretend to generate, behind a real socket, on an event loop of its own thread.
 """
@@ -6,6 +7,7 @@ Owns: a router with replicas that only pretend to generate, behind a real socket
 import asyncio
 import dataclasses
 import json
+import re
 import socket
 import subprocess
 import sys
@@ -28,6 +30,7 @@ from pydantic import BaseModel
 from deployments.batches.store import BatchStore
 from deployments.channel.channel_client import ChannelClient
 from deployments.http.api_document import describe
+from deployments.http.convert import _NOT_DONE
 from deployments.http.http_app import ROUTERS, make_app
 from deployments.http.service import ModelFace, Service
 from deployments.tenancy.keys import NO_KEYS, ApiKey, KeyDigests
@@ -36,6 +39,7 @@ from replicas.types import GenerateRequest, TokenLogprob
 from tests.unit.deployments.in_process import House, ScriptedReplica
 from tests.unit.deployments.sample_values import token
 from tests.unit.tokenizer_folders import byte_level_folder
+from tools.api_doc import FIELDS, PAGE, document, tables, written
 
 CONTEXT_LEN = 48  # no request generates more tokens than that
 LONGEST_RUN_S = 500.0  # with much else on the machine; alone it takes half a minute
@@ -231,3 +235,40 @@ def statuses_of(report: Path) -> dict[str, list[int]]:
             asked = recorder.get("interactions", {}).values()
             seen += [each["response"]["status_code"] for each in asked if each["response"]]
     return statuses
+
+
+TEXT, REFERENCE = PAGE.read_text(), FIELDS.read_text()
+TABLES = tables()
+
+
+def test_the_tables_of_the_page_are_those_of_the_code() -> None:
+    """Else: run `python -m tools.api_doc`."""
+    assert written(TEXT, TABLES, "routes", "errors") == TEXT
+    assert written(REFERENCE, TABLES, "fields") == REFERENCE
+
+
+def test_every_field_of_a_body_has_a_meaning() -> None:
+    """Else: say it at the field, in deployments/http/bodies.py or apis."""
+    rows = TABLES["fields"].splitlines()
+    assert len(rows) > 250
+    assert [row for row in rows if row.endswith("|  |")] == []
+
+
+def test_every_route_and_every_header_of_ours_is_on_the_page() -> None:
+    assert [path for path in document()["paths"] if f"`{path}`" not in TEXT] == []
+    sources = [path.read_text() for path in Path("deployments/http").rglob("*.py")]
+    headers = {name for text in sources for name in re.findall(r'"(x-manta-[a-z]+)"', text)}
+    assert len(headers) >= 5
+    assert [name for name in headers if f"| `{name}` |" not in TEXT] == []
+
+
+def test_every_field_that_is_refused_is_named() -> None:
+    prefixes = re.findall(r"`(\w+_)\*`", TEXT + REFERENCE)
+    named = set(re.findall(r"`(\w+)`", TEXT + REFERENCE))
+    missing = [name for name in _NOT_DONE if name not in named and not name.startswith(tuple(prefixes))]
+    assert missing == []
+
+
+def test_every_kind_of_error_has_its_status_in_the_table() -> None:
+    told = set(re.findall(r"^\| (\d{3}) \|", TEXT, flags=re.MULTILINE))
+    assert told >= {"400", "401", "403", "404", "408", "413", "415", "429", "499", "500", "503", "504"}

@@ -21,6 +21,7 @@ from deployments.watch.metrics.router_metrics import RouterMetrics
 from deployments.watch.metrics.server import MetricsServer, ServedMetrics
 from replicas.engine.engine import Engine
 from replicas.engine.loop import EngineLoop
+from replicas.types import EngineTallies
 from routing.types import Role
 from tests.embedded import MODEL
 from tests.harness import fake_engine
@@ -237,3 +238,26 @@ async def test_apart_kv_transfers_are_told_too() -> None:
 
 def test_what_is_excused_is_in_the_catalogue() -> None:
     assert CATALOG.keys() >= QUIET
+
+
+METRIC_OF = {
+    "prefill_step_s": "scheduler_step_duration_seconds",
+    "decode_step_s": "scheduler_step_duration_seconds",
+    "prefill_batch_requests": "scheduler_batch_requests",
+    "decode_batch_requests": "scheduler_batch_requests",
+    "prefill_batch_tokens": "scheduler_batch_tokens",
+    "decode_batch_tokens": "scheduler_batch_tokens",
+    "evicted_idle_s": "cache_evicted_idle_seconds",
+    "grant_s": "transfer_duration_seconds",
+    "wait_s": "transfer_duration_seconds",
+    "post_s": "transfer_duration_seconds",
+    "wire_s": "transfer_duration_seconds",
+}
+
+
+def test_every_tally_has_the_buckets_of_its_metric() -> None:
+    assert set(METRIC_OF) == set(EngineTallies.__dataclass_fields__)
+    for prefix_cache in ("radix", "chunk"):
+        tallies = fake_engine(prefix_cache=prefix_cache)[0].tallies()
+        for name, metric in METRIC_OF.items():
+            assert getattr(tallies, name).bounds == CATALOG[metric].buckets, name

