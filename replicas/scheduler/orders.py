@@ -18,8 +18,9 @@ Thread:    any.
     routing-key   requests of the routing keys that most running requests have first
     on_time       what can still have its first token within its objective first: as many as can all be in time together
                   (Moore 1968), the shortest first while none gets late. The others follow, and each has a bound on
-                  the work that goes before its first token (`bound_len`): once only so much is left, nothing passes
-                  it (`_on_time`). A prompt that cannot be in time gives way to one that can between two chunks
+                  the work that goes before its first token (`bound_len` in precedence.py): once only so much is left,
+                  nothing passes it (`_on_time`). A prompt that cannot be in time gives way to one that can between
+                  two chunks
 """
 
 import heapq
@@ -51,8 +52,6 @@ class QueueEntry:
 
 
 MOST_AHEAD = 16
-# objectives; simulated: docs/log/2026-11-29-orders.md
-LATEST, MORE = 3.0, 0.25
 Key = tuple[Any, ...]
 SortKeys = Callable[[Sequence[QueueEntry], Counter[str], Random], list[Key]]  # of those that wait, keys that run
 
@@ -159,20 +158,6 @@ def in_time(waiting: Sequence[QueueEntry]) -> list[int]:
             took_s += heapq.heappop(taken)[0]
     kept = {at for _, at in taken}
     return [at for _, at in able if at in kept]
-
-
-def bound_len(ahead_len: int, own_len: int, objective_len: float, factor: float) -> float:
-    """Count the prompt tokens within which a request has its own computed, where order of arrival computes
-    ``ahead_len`` before its ``own_len``. ``objective_len``: those that its objective's time allows; inf: not known.
-
-    It is late anyway if it is passed, so it may be `LATEST` objectives late; where order of arrival takes as long, only
-    `MORE` of one later than that. Of a queue longer than `LATEST` objectives, ``factor`` times the rest is computed
-    before it: in a lasting overload a bound of fixed length would put all in order of arrival, late.
-    """
-    if objective_len == inf:
-        return factor * (ahead_len + own_len)
-    beyond_len = (factor - 1.0) * max(0.0, ahead_len - LATEST * objective_len)
-    return max(ahead_len + own_len + MORE * objective_len, LATEST * objective_len) + beyond_len
 
 
 def spare(waiting: Sequence[QueueEntry]) -> float:

@@ -44,7 +44,6 @@ from replicas.scheduler.orders import (
     ORDERS,
     Order,
     QueueEntry,
-    bound_len,
     in_time,
     passed_tokens,
     shortest_first,
@@ -61,6 +60,8 @@ PeekPath = Callable[[TokenIds, str], list[int]]  # and what names the nodes of t
 QUANTUM = 8
 # both simulated: python -m benchmarks router tenants
 MOST_LEFT_OUT = 4  # steps in a row
+# objectives; simulated: docs/log/2026-11-29-orders.md
+LATEST, MORE = 3.0, 0.25
 THROTTLE_S = 10.0  # after which a tenant that asks now and then is not expected any more
 
 
@@ -91,6 +92,20 @@ class QueueRules:
             peek_path=kv.cache.peek_path,
             counters=counters,
         )
+
+
+def bound_len(ahead_len: int, own_len: int, objective_len: float, factor: float) -> float:
+    """Count the prompt tokens within which a request has its own computed, where order of arrival computes
+    ``ahead_len`` before its ``own_len``. ``objective_len``: those that its objective's time allows; inf: not known.
+
+    It is late anyway if it is passed, so it may be `LATEST` objectives late; where order of arrival takes as long, only
+    `MORE` of one later than that. Of a queue longer than `LATEST` objectives, ``factor`` times the rest is computed
+    before it: in a lasting overload a bound of fixed length would put all in order of arrival, late.
+    """
+    if objective_len == math.inf:
+        return factor * (ahead_len + own_len)
+    beyond_len = (factor - 1.0) * max(0.0, ahead_len - LATEST * objective_len)
+    return max(ahead_len + own_len + MORE * objective_len, LATEST * objective_len) + beyond_len
 
 
 class StepTimes(NamedTuple):
@@ -169,8 +184,7 @@ class WaitingQueue(ReqQueue):
     def _bound(self, req: Req, mid_prompt_len: int, own_len: int) -> Bound:
         ahead_len = mid_prompt_len + sum(other.rank.bound.own_len for other in self._reqs)
         s_per_token, objective_s = self.step_times.s_per_token, req.asked.objective_s
-        known = s_per_token > 0 and objective_s is not None
-        objective_len = objective_s / s_per_token if known else math.inf
+        objective_len = math.inf if objective_s is None or s_per_token <= 0 else objective_s / s_per_token
         factor, counters = self._rules.late_factor, self._rules.counters
         return Bound(
             own_len=own_len,

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from kvtransfer.pages import page_keys
-from replicas.scheduler.orders import bound_len
+from replicas.scheduler.precedence import bound_len
 from routing.explain import explain, latest_s
 from routing.router import Router
 from routing.types import (

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from replicas.request import Req, ReqState
-from replicas.scheduler.orders import ORDERS, QueueEntry, bound_len, in_time, passed_tokens, shortest_first, sort_keys
-from replicas.scheduler.precedence import StepTimes
+from replicas.scheduler.orders import ORDERS, QueueEntry, in_time, passed_tokens, shortest_first, sort_keys
+from replicas.scheduler.precedence import StepTimes, bound_len
 from tests.harness import Bench
 
 A, B = list(range(100, 116)), list(range(200, 208))  # prefixes of four pages, of two
