@@ -36,6 +36,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import httpx
+import psutil
 
 from benchmarks import harness
 from benchmarks.harness import Part, Row, say
@@ -79,14 +80,17 @@ class Place(Protocol):
 
 
 class OneMachine:
-    """Two replicas and an observatory, as `manta serve` runs them."""
+    """Two replicas and an observatory, as `manta serve` runs them; with two routers, clients that come back."""
 
-    num_replicas, num_routers = 2, 1
-    prompts: Sequence[str] = PROMPTS
+    num_replicas = 2
 
-    def __init__(self, folder: Path, *, max_wait_s: float = 120.0, max_running: int = 64, num_ranks: int = 1) -> None:
+    def __init__(
+        self, folder: Path, *, max_wait_s: float = 120.0, max_running: int = 64, num_ranks: int = 1,
+        num_routers: int = 1,
+    ) -> None:  # fmt: skip
         self._folder, self._max_wait_s, self._max_running = folder, max_wait_s, max_running
-        self._num_ranks = num_ranks
+        self._num_ranks, self._num_routers = num_ranks, num_routers
+        self.prompts = prompts_for(num_routers)
         self._threads = ThreadPoolExecutor(32)
 
     def start(self) -> None:
@@ -96,7 +100,7 @@ class OneMachine:
             parallel={"tp": self._num_ranks},
             cache={"max_total_tokens": 16_000},
             observatory=True,
-            router={"max_wait_s": self._max_wait_s, "count": self.num_routers},
+            router={"max_wait_s": self._max_wait_s, "count": self._num_routers},
             scheduler={"max_running_requests": self._max_running},
         )
         self.running.start()
@@ -107,13 +111,15 @@ class OneMachine:
 
     def begin(self, prompt: str, num_tokens: int) -> tuple[Answer, "Future[None]"]:
         answer = Answer()
+        if prompt in ANSWERS:
+            return answer, self._threads.submit(come_back, self.running.url, prompt, answer)
         return answer, self._threads.submit(read_chat, self.running.url, prompt, num_tokens, answer)
 
     def is_whole(self) -> bool:
         titles = list(self.processes().values())
         if not all(any(mark in title for title in titles) for mark in (PROXY, MANAGER, CONTROLLER)):
             return False  # Serve has yet to start it anew
-        if sum(ROUTER in title for title in titles) < self.num_routers:
+        if sum(ROUTER in title for title in titles) < self._num_routers:
             return False
         watched = HTTP.get(f"{self.running.url}/manta/api/state", timeout=LOOK_S).status_code == 200
         return watched and self.running.serves_with(self.num_replicas) and self.running.idle()
@@ -147,22 +153,14 @@ ANSWERS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def begin_answer(submit: Callable[..., "Future[None]"], url: str, name: str) -> tuple[Answer, "Future[None]"]:
-    """Ask for an answer of ``ANSWERS`` by a client that comes back; ``submit`` gives its work to a thread."""
-    answer = Answer()
-    return answer, submit(asyncio.run, read_to_the_end(url, *ANSWERS[name], answer))
+def prompts_for(num_routers: int) -> Sequence[str]:
+    """Return what is asked: of two routers, answers of ``ANSWERS``, whose clients come back."""
+    return PROMPTS if num_routers == 1 else tuple(ANSWERS)
 
 
-class ComingBack(OneMachine):
-    """Two routers, and clients that come back by themselves."""
-
-    num_routers = 2
-    prompts: Sequence[str] = tuple(ANSWERS)
-
-    def begin(self, prompt: str, num_tokens: int) -> tuple[Answer, "Future[None]"]:
-        if prompt not in ANSWERS:
-            return super().begin(prompt, num_tokens)
-        return begin_answer(self._threads.submit, self.running.url, prompt)
+def come_back(url: str, name: str, answer: Answer) -> None:
+    """Fill in ``answer`` by a client that comes back by itself."""
+    asyncio.run(read_to_the_end(url, *ANSWERS[name], answer))
 
 
 async def read_to_the_end(url: str, path: str, body: dict[str, Any], answer: Answer) -> None:
@@ -181,30 +179,33 @@ async def read_to_the_end(url: str, path: str, body: dict[str, Any], answer: Ans
 
 
 class ManyMachines:
-    """Three replicas on three nodes; router and proxy on the head."""
+    """Three replicas on three nodes; one router beside the proxy on the head, or two on machines of their own, to both
+    of which the proxy sends, and clients that come back."""
 
     num_replicas = len(NODES)
-    num_routers = 1
-    prompts: Sequence[str] = PROMPTS
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, *, num_routers: int = 1) -> None:
+        self._folder, self._num_routers = folder, num_routers
+        self.prompts = prompts_for(num_routers)
 
     def start(self) -> None:
         self.cluster = Cluster(self._folder)
         for machine in self.cluster.network.machines.values():
             in_machine(machine, "mkdir -p /tmp/ray && mount -t tmpfs -o size=512m none /tmp/ray")
         self.cluster.start()
-        self.cluster.deploy(num_routers=self.num_routers, replicas={"count": self.num_replicas})
+        self.cluster.deploy(num_routers=self._num_routers, replicas={"count": self.num_replicas})
 
     def stop(self) -> None:
         self.cluster.stop()
 
     def begin(self, prompt: str, num_tokens: int) -> tuple[Answer, "Future[None]"]:
-        return self.cluster.begin(prompt, num_tokens)
+        if prompt not in ANSWERS:
+            return self.cluster.begin(prompt, num_tokens)
+        answer = Answer()
+        return answer, self.cluster.client.begin(come_back, self.cluster.url, prompt, answer)
 
     def is_whole(self) -> bool:
-        return len(self.cluster.routers()) == self.num_routers and self.cluster.is_whole(self.num_replicas)
+        return len(self.cluster.routers()) == self._num_routers and self.cluster.is_whole(self.num_replicas)
 
     def processes(self) -> dict[int, str]:
         return self.cluster.processes()
@@ -217,48 +218,26 @@ class ManyMachines:
         return max(self.cluster.replicas(), key=lambda replica: replica.num_open).node
 
 
-class TwoRouters(ManyMachines):
-    """Two routers, each on a machine of its own, to both of which the proxy on the head sends; clients that come
-    back."""
-
-    num_routers = 2
-    prompts: Sequence[str] = tuple(ANSWERS)
-
-    def begin(self, prompt: str, num_tokens: int) -> tuple[Answer, "Future[None]"]:
-        if prompt not in ANSWERS:
-            return super().begin(prompt, num_tokens)
-        return begin_answer(self.cluster.client.begin, self.cluster.url, prompt)
-
-
 # Faults: each takes the place, and returns what ends it.
 
 
-def nothing() -> None: ...
-
-
-def kill(mark: str) -> Callable[[OneMachine], Undo]:
-    def begin(place: OneMachine) -> Undo:
-        for pid in place.pids(mark):
-            os.kill(pid, signal.SIGKILL)
-        return nothing
-
-    return begin
-
-
-def stop(mark: str) -> Callable[[OneMachine], Undo]:
+def signalled(mark: str, sign: signal.Signals) -> Callable[[OneMachine], Undo]:
     def begin(place: OneMachine) -> Undo:
         pids = place.pids(mark)
         for pid in pids:
-            os.kill(pid, signal.SIGSTOP)
+            os.kill(pid, sign)
 
         def go_on() -> None:
-            for pid in pids:
+            for pid in pids if sign is signal.SIGSTOP else ():
                 with suppress(ProcessLookupError):  # killed for its silence
                     os.kill(pid, signal.SIGCONT)
 
         return go_on
 
     return begin
+
+
+kill, stop = partial(signalled, sign=signal.SIGKILL), partial(signalled, sign=signal.SIGSTOP)
 
 
 def cut(place: ManyMachines) -> Undo:
@@ -376,13 +355,8 @@ class Trial:
     files: int = 0
     wrong: list[str] = field(default_factory=list)  # what must not have happened
 
-    def __str__(self) -> str:
-        times = (self.longest_gap_s, self.answers_s, self.whole_s)
-        gap, again, whole = ("never" if each is None else f"{each:.1f} s" for each in times)
-        streams = ", ".join(f"{number} {came}" for came, number in self.streams.items())
-        return f"{streams}; gap {gap}, answers after {again}, whole after {whole}, files {self.files:+}; {self.wrong}"
 
-
+FAILED = "FAILED: "  # begins what a row says of what must not have happened
 VERDICTS = ("same", "cut", "hung", "wrong")
 
 
@@ -408,7 +382,12 @@ def try_once(place: Place, fault: Fault, expected: Sequence[str]) -> Trial:
     trial, files = Trial(), num_files(place.processes())
     streams = [place.begin(prompt, TOKENS) for prompt in place.prompts]
     at = random.randrange(len(streams), len(streams) * TOKENS // 2)
-    Running.until(lambda: all(each.at_s for each, _ in streams) and num_texts(streams) >= at, BEGUN_S)
+
+    def have_begun() -> bool:
+        nums = [len(answer.at_s) for answer, _ in streams]
+        return all(nums) and sum(nums) >= at
+
+    Running.until(have_begun, BEGUN_S)
     undo = fault.begin(place)
     began_s = time.monotonic()
     timer = threading.Timer(fault.for_s, undo)
@@ -441,10 +420,6 @@ def try_once(place: Place, fault: Fault, expected: Sequence[str]) -> Trial:
     return trial
 
 
-def num_texts(streams: Sequence[tuple[Answer, object]]) -> int:
-    return sum(len(answer.at_s) for answer, _ in streams)
-
-
 def answers(place: Place, asked: list[Answer]) -> bool:
     """Whether a new request is answered; ask once more if not."""
     if any(each.end == "DONE" for each in asked):
@@ -457,7 +432,7 @@ def quietly(look: Callable[[], T]) -> T | None:
     """Return what ``look`` sees; None while Manta does not answer."""
     try:
         return look()
-    except (httpx.HTTPError, OSError, ValueError, KeyError):
+    except (httpx.HTTPError, psutil.NoSuchProcess, OSError, ValueError, KeyError):
         return None
 
 
@@ -500,7 +475,7 @@ def rows_of(section: str, found: Sequence[tuple[Fault, Trial]]) -> list[Row]:
     rows = []
     for fault in dict.fromkeys(fault for fault, _ in found):
         mine = [trial for each, trial in found if each is fault]
-        wrong = [f"FAILED: {each}" for trial in mine for each in trial.wrong]
+        wrong = [f"{FAILED}{each}" for trial in mine for each in trial.wrong]
         note = "; ".join([f"{len(mine)} times", *wrong[:2]])
         figures: list[tuple[str, str, Sequence[float | None]]] = [
             *((f"{came} streams", "", [float(sum(trial.streams[came] for trial in mine))]) for came in VERDICTS),
@@ -515,45 +490,43 @@ def rows_of(section: str, found: Sequence[tuple[Fault, Trial]]) -> list[Row]:
     return rows
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    failed = False
+PARTS: tuple[tuple[str, str, str, Callable[[Path], Place], Sequence[Fault]], ...] = (
+    ("machine", "processes of one machine are killed or stopped", "one machine", OneMachine, MACHINE),
+    (
+        "ranks", "the same with three ranks a replica, of which one is killed or stopped", "three ranks a replica",
+        partial(OneMachine, num_ranks=3), RANKS,
+    ),
+    (
+        "clients", "one of two routers is killed under clients that come back", "clients that come back",
+        partial(OneMachine, num_routers=2), CLIENTS,
+    ),
+    (
+        "machines", "nodes vanish, their links and disks are bad (root)", "three nodes and a head", ManyMachines,
+        MACHINES,
+    ),
+    (
+        "routers", "of two routers one loses its node, under clients that come back (root)", "two routers",
+        partial(ManyMachines, num_routers=2), ROUTERS,
+    ),
+)  # fmt: skip
 
+
+def main(argv: Sequence[str] | None = None) -> int:
     def measure(
-        section: str, make: Callable[[Path], Place], faults: Sequence[Fault], chosen: argparse.Namespace
+        chosen: argparse.Namespace, section: str, make: Callable[[Path], Place], faults: Sequence[Fault]
     ) -> list[Row]:
-        nonlocal failed
-        if make in (ManyMachines, TwoRouters) and (reason := why_none()):
+        if faults in (MACHINES, ROUTERS) and (reason := why_none()):
             return [Row(section=section, name="not tried", value=None, note=reason)]
         wanted = [each for each in faults if chosen.only in each.name]
-        found = list(trials(make, wanted, 1 if chosen.quick else chosen.times))
-        failed = failed or any(trial.wrong for _, trial in found)
-        return rows_of(section, found)
+        return rows_of(section, list(trials(make, wanted, 1 if chosen.quick else chosen.times)))
 
     def add_options(parse: argparse.ArgumentParser) -> None:
         parse.add_argument("--times", type=int, default=TIMES, help="trials of each fault")
         parse.add_argument("--only", default="", help="faults whose name has this")
 
     parts = {
-        "machine": Part(
-            about="processes of one machine are killed or stopped",
-            measure=partial(measure, "one machine", OneMachine, MACHINE),
-        ),
-        "ranks": Part(
-            about="the same with three ranks a replica, of which one is killed or stopped",
-            measure=partial(measure, "three ranks a replica", partial(OneMachine, num_ranks=3), RANKS),
-        ),
-        "clients": Part(
-            about="one of two routers is killed under clients that come back",
-            measure=partial(measure, "clients that come back", ComingBack, CLIENTS),
-        ),
-        "machines": Part(
-            about="nodes vanish, their links and disks are bad (root)",
-            measure=partial(measure, "three nodes and a head", ManyMachines, MACHINES),
-        ),
-        "routers": Part(
-            about="of two routers one loses its node, under clients that come back (root)",
-            measure=partial(measure, "two routers", TwoRouters, ROUTERS),
-        ),
+        name: Part(about=about, measure=partial(measure, section=section, make=make, faults=faults))
+        for name, about, section, make, faults in PARTS
     }
-    harness.run("chaos", __doc__, parts, argv, options=add_options)
-    return int(failed)
+    rows = harness.run("chaos", __doc__, parts, argv, options=add_options)
+    return int(any(FAILED in row.note for row in rows))

@@ -14,13 +14,16 @@ import asyncio
 import contextlib
 import json
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from random import Random
 from typing import Any
 
 import aiohttp
 
+from benchmarks.harness import percentile
 from benchmarks.workloads import Conversation, Workload
 
 FIELDS: Mapping[str, Any] = {
@@ -44,29 +47,6 @@ class Dialect:
 OPENAI = Dialect()
 
 
-class History:
-    """One conversation's tokens so far, as its server takes them."""
-
-    def __init__(self, dialect: Dialect) -> None:
-        self._as_text = dialect.as_text
-        self._token_ids: list[int] = []
-        self._text = ""
-
-    @property
-    def prompt(self) -> list[int] | str:
-        return self._token_ids if self._as_text is None else self._text
-
-    def ask(self, token_ids: Sequence[int]) -> None:
-        self._token_ids += token_ids
-        if self._as_text is not None:
-            self._text += self._as_text(token_ids)
-
-    def answered(self, token_ids: Sequence[int], text: str) -> None:
-        """Take the answer; ``token_ids``: its own or stand-ins, of which or of the text alone the history is resent."""
-        self._token_ids += token_ids
-        self._text += text
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClosedLoop:
     """``concurrency`` conversations at once; the next starts when one ends."""
@@ -84,10 +64,7 @@ class OpenLoop:
     def arrivals_s(self, num: int) -> list[float]:
         """Return [num] seconds from the start, ascending; the first is 0."""
         rng = Random(self.seed)
-        times = [0.0]
-        while len(times) < num:
-            times.append(times[-1] + rng.expovariate(self.rate))
-        return times[:num]
+        return list(accumulate((rng.expovariate(self.rate) for _ in range(num - 1)), initial=0.0))[:num]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -135,22 +112,39 @@ class Run:
         return tuple(sample for sample in self.samples if sample.error is None)
 
     @property
-    def errors(self) -> dict[str, int]:
-        counts: dict[str, int] = {}
-        for sample in self.samples:
-            if sample.error is not None:
-                counts[sample.error] = counts.get(sample.error, 0) + 1
-        return counts
+    def errors(self) -> Counter[str]:
+        return Counter(sample.error for sample in self.samples if sample.error is not None)
+
+    @property
+    def output_tokens_per_s(self) -> float:
+        return sum(sample.completion_tokens for sample in self.answered) / self.wall_s
+
+    @property
+    def hit_percent(self) -> float | None:
+        """Return how much of the prompts the server says it had; None: it does not say."""
+        if not any(sample.tells_cached for sample in self.answered):  # vllm leaves it out where it is 0
+            return None
+        prompt_tokens = sum(sample.prompt_tokens for sample in self.answered)
+        return 100 * sum(sample.cached_tokens for sample in self.answered) / prompt_tokens
+
+    def quantile(self, of: str, q: float) -> float | None:
+        """Return the ``q``-th percentile of a time of the answered requests, by its name; None where none has it."""
+        known = [value for sample in self.answered if (value := getattr(sample, of)) is not None]
+        return percentile(known, q) if known else None
+
+    def gap_s(self, q: float) -> float | None:
+        """Return the ``q``-th percentile of the gaps between tokens."""
+        gaps = [gap for sample in self.answered for gap in sample.gaps_s]
+        return percentile(gaps, q) if gaps else None
 
 
 class Client:
     """Runs workloads against ``url`` (its root, without /v1)."""
 
-    def __init__(self, url: str, model: str, *, dialect: Dialect = OPENAI, api_key: str = "none") -> None:
+    def __init__(self, url: str, model: str, *, dialect: Dialect = OPENAI, silent_s: float | None = None) -> None:
+        """``silent_s``: after which a silent answer fails; None: never."""
         self._url = url.rstrip("/") + "/v1/completions"
-        self._model = model
-        self._dialect = dialect
-        self._headers = {"Authorization": f"Bearer {api_key}"}
+        self._model, self._dialect, self._silent_s = model, dialect, silent_s
 
     async def run(self, workload: Workload, load: ClosedLoop | OpenLoop, *, max_s: float) -> Run:
         """Run all of ``workload``, at most ``max_s`` seconds; what is open or unsent then counts as cut off."""
@@ -160,7 +154,8 @@ class Client:
         }
         started_s, cpu_s = time.perf_counter(), time.process_time()
         async with self.exchange() as exchange:
-            waits = _starts(load, len(workload.conversations))
+            num = len(workload.conversations)
+            waits = load.arrivals_s(num) if isinstance(load, OpenLoop) else [0.0] * num
             gate = asyncio.Semaphore(load.concurrency if isinstance(load, ClosedLoop) else len(waits) or 1)
             tasks = [
                 asyncio.create_task(exchange.converse(conversation, samples[conversation.name], gate, wait_s))
@@ -188,13 +183,9 @@ class Client:
     async def exchange(self) -> AsyncIterator["Exchange"]:
         """Open a session; the run starts now."""
         connector = aiohttp.TCPConnector(limit=0, force_close=not self._dialect.keeps_alive)
-        timeout = aiohttp.ClientTimeout(total=None)
-        async with aiohttp.ClientSession(connector=connector, timeout=timeout, headers=self._headers) as session:
+        timeout, headers = aiohttp.ClientTimeout(total=None, sock_read=self._silent_s), {"Authorization": "Bearer none"}
+        async with aiohttp.ClientSession(connector=connector, timeout=timeout, headers=headers) as session:
             yield Exchange(session, self._url, self._model, self._dialect, time.perf_counter())
-
-
-def _starts(load: ClosedLoop | OpenLoop, num: int) -> Sequence[float]:
-    return load.arrivals_s(num) if isinstance(load, OpenLoop) else [0.0] * num
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,18 +204,18 @@ class Exchange:
         """Send the turns one after another, each with the whole history; stop at the first failure."""
         await asyncio.sleep(wait_s)
         async with gate:
-            history = History(self.dialect)
+            ids, text, as_text = list[int](), "", self.dialect.as_text
             for turn, sample in zip(conversation.turns, samples, strict=True):
-                history.ask(turn.token_ids)
-                await self.request(history.prompt, turn.max_new_tokens, sample)
+                ids += turn.token_ids
+                text += as_text(turn.token_ids) if as_text else ""
+                await self.request(text if as_text else ids, turn.max_new_tokens, sample)
                 if sample.error is not None:
                     for unsent in samples[samples.index(sample) + 1 :]:
                         unsent.error = "not sent: an earlier turn failed"
                     return
-                token_ids: Sequence[int] = sample.token_ids
-                if not sample.answer_known:  # stand-ins of the same length: the answer is then no prefix hit
-                    token_ids = turn.token_ids[:1] * (sample.completion_tokens or turn.max_new_tokens)
-                history.answered(token_ids, sample.text)
+                stand_ins = turn.token_ids[:1] * (sample.completion_tokens or turn.max_new_tokens)  # no prefix hit
+                ids += sample.token_ids if sample.answer_known else stand_ins
+                text += sample.text
 
     async def request(self, prompt: list[int] | str, max_new_tokens: int, sample: Sample) -> None:
         """Send one streamed completion, and take it into ``sample``."""
@@ -267,7 +258,11 @@ async def _read_stream(response: aiohttp.ClientResponse, sample: Sample, sent_s:
             error = chunk["error"]
             sample.error = f"in the stream: {error.get('message', error) if isinstance(error, dict) else error}"
             return
-        _take_usage(chunk.get("usage"), sample)
+        usage = chunk.get("usage") or {}
+        if isinstance(usage.get("prompt_tokens"), int) and isinstance(usage.get("completion_tokens"), int):
+            sample.prompt_tokens, sample.completion_tokens = usage["prompt_tokens"], usage["completion_tokens"]
+        if isinstance(details := usage.get("prompt_tokens_details"), dict):
+            sample.cached_tokens, sample.tells_cached = int(details.get("cached_tokens") or 0), True
         for choice in chunk.get("choices", ()):
             ended = ended or (not says_done and choice.get("finish_reason") is not None)
             token_ids = choice.get("token_ids") or ()
@@ -284,15 +279,3 @@ async def _read_stream(response: aiohttp.ClientResponse, sample: Sample, sent_s:
         sample.error = "the stream ended without [DONE]" if says_done else "the stream ended without a reason to end"
     elif sample.ttft_s is None:
         sample.error = "the stream ended without a token"
-
-
-def _take_usage(usage: dict[str, object] | None, sample: Sample) -> None:
-    if not usage:
-        return
-    prompt, completion, details = (
-        usage.get(name) for name in ("prompt_tokens", "completion_tokens", "prompt_tokens_details")
-    )
-    if isinstance(prompt, int) and isinstance(completion, int):
-        sample.prompt_tokens, sample.completion_tokens = prompt, completion
-    if isinstance(details, dict):
-        sample.cached_tokens, sample.tells_cached = int(details.get("cached_tokens") or 0), True

@@ -5,13 +5,12 @@ Invariant: a row's value is the median of its runs, and its spread is shown besi
            row, so that a measurement that is broken off leaves what it has measured.
 
     command: part ──measure(options)──> rows ─┐
-             part ──measure(options)──> rows ─┴──> publish: one table a section, one JSON file
+             part ──measure(options)──> rows ─┴──> show: one table a section; write: one JSON file
 """
 
 import argparse
 import functools
 import json
-import math
 import os
 import pathlib
 import platform
@@ -23,6 +22,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from typing import Any, TypeVar
+
+import numpy as np
 
 T = TypeVar("T")
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -92,8 +93,9 @@ def run(
     argv: Sequence[str] | None,
     *,
     options: Callable[[argparse.ArgumentParser], None] = lambda parse: None,
-) -> None:
-    """Parse one command's line, measure the parts that are named (or those that need no name), and publish their rows.
+) -> list[Row]:
+    """Parse one command's line, measure the parts that are named (or those that need no name), and show their rows.
+    Returns: the rows.
 
     Args: options: adds the command's own options to those that every command has.
     """
@@ -120,7 +122,8 @@ def run(
         for row in parts[part].measure(chosen):
             rows.append(row)
             write(rows, chosen.json)
-    publish(rows, chosen.json)
+    show(rows)
+    return rows
 
 
 def rounds_of(options: argparse.Namespace, full: int) -> int:
@@ -136,39 +139,27 @@ def in_turn(ways: Iterable[T], rounds: int) -> Iterator[tuple[int, T]]:
             yield number, way
 
 
-def timed(work: Callable[[], object], runs: int, *, clock: Callable[[], float] = time.perf_counter) -> list[float]:
+def timed(work: Callable[[], object], runs: int) -> list[float]:
     """Return the seconds of each of ``runs`` runs, after one that warms up."""
-    return [seconds(work, clock=clock) for _ in range(runs + 1)][1:]
-
-
-def seconds(work: Callable[[], object], *, clock: Callable[[], float] = time.perf_counter) -> float:
-    """Return the seconds of one run."""
-    started_s = clock()
     work()
-    return clock() - started_s
+    times_s = []
+    for _ in range(runs):
+        started_s = time.perf_counter()
+        work()
+        times_s.append(time.perf_counter() - started_s)
+    return times_s
 
 
 def percentile(values: Sequence[float], q: float) -> float:
-    """Return the ``q``-th percentile (0 to 100), linear between the two nearest ranks (numpy's default)."""
+    """Return the ``q``-th percentile (0 to 100), linear between the two nearest ranks."""
     if not values:
         raise ValueError("the percentile of no values does not exist; check that requests were answered")
-    if not 0 <= q <= 100:
-        raise ValueError(f"q = {q}; it must be between 0 and 100")
-    ordered = sorted(values)
-    rank = (len(ordered) - 1) * q / 100
-    low = math.floor(rank)
-    return ordered[low] + (ordered[min(low + 1, len(ordered) - 1)] - ordered[low]) * (rank - low)
+    return float(np.percentile(values, q))
 
 
 def say(line: str) -> None:
     """Tell the user how far a long measurement is."""
     print(f"  {line}", file=sys.stderr, flush=True)
-
-
-def publish(rows: Sequence[Row], path: pathlib.Path | None) -> None:
-    """Print the tables; also write JSON where a path is given."""
-    show(rows)
-    write(rows, path)
 
 
 def write(rows: Sequence[Row], path: pathlib.Path | None) -> None:

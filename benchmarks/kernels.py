@@ -17,7 +17,7 @@ from torch import Tensor
 
 from benchmarks import harness
 from benchmarks.harness import Part, Row, Table, timed
-from benchmarks.limits import FORMATS, Format, Limits
+from benchmarks.limits import FORMATS, Limits
 from replicas.attention.cpu import CpuAttention
 from replicas.kernels import bf16, bf16_tiles, elementwise
 from replicas.kernels.team import Program, team
@@ -164,7 +164,8 @@ def product_rows(options: argparse.Namespace) -> list[Row]:
                     table.add(f"{m:,} rows, float32", rates, "GFLOP/s", limit=limit, target=target, note=note)
                     table.rows += _beside_blas(table.section, m, median, weight, len(used)) if m >= 32 else []
                 else:
-                    dots = statistics.median(limits.dots) / 1e9 if _by_dots(each) and m >= 256 else None
+                    by_dots = bf16_tiles.way() == "dots" and bf16.serves(each.weights, each.dtype)
+                    dots = statistics.median(limits.dots) / 1e9 if by_dots and m >= 256 else None
                     share = None if dots is None else ">= 85 %"
                     table.add(f"{m:,} rows, {format_}", rates, "GFLOP/s", limit=dots, target=share, note=note)
                     least = f">= {each.least if m == 1 else 1:g} x"
@@ -172,11 +173,6 @@ def product_rows(options: argparse.Namespace) -> list[Row]:
         rows += table.rows
     limits.sample()
     return limits.rows() + rows
-
-
-def _by_dots(format_: Format) -> bool:
-    """Tell whether products by weights in the format are bound by `Limits.dots`."""
-    return bf16_tiles.way() == "dots" and bf16.serves(format_.weights, format_.dtype)
 
 
 def _products(weight: Tensor, format_: WeightFormat, dtype: torch.dtype) -> list[Matmul]:

@@ -1,7 +1,7 @@
 """A live router before many replicas: the production fleet, channel and router in this process, and in another one
 replicas that compute nothing but speak the real channel: handshake, reports, cache events, snapshots, tokens.
 
-Owns:    the process of the replicas and the socket that carries the router's calls to them, in Ray's place.
+Owns:    the process of the replicas and the pipe that carries the router's calls to them, in Ray's place.
 Never:   measures HTTP, tokenising or Ray.
 Thread:  one event loop in each process; uvloop's where it is installed, as Ray has it.
 
@@ -16,21 +16,20 @@ import gc
 import itertools
 import multiprocessing
 import os
-import pickle
 import resource
-import struct
-import tempfile
+import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, field, replace
+from multiprocessing.connection import Connection
 from random import Random
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+import psutil
 
 from benchmarks.harness import Row, Table, percentile
 from deployments.channel.channel_client import ChannelClient
@@ -44,13 +43,13 @@ from kvtransfer.pages import page_keys
 from replicas.cache.events import CacheSnapshot, EventLog
 from replicas.errors import MantaError
 from replicas.ranks.worker import die_with_parent
-from replicas.types import EngineStats, Finish, FinishReason, GenerateRequest, PoolStats, TokenDelta, Usage
+from replicas.types import Finish, FinishReason, GenerateRequest, PoolStats, TokenDelta, Usage
 from routing.router import Router
 from routing.types import Decision, IndexEvent, RouteQuery
+from tests.unit.deployments.sample_values import info, stats
 
 PAGE_SIZE = 16
 NODE = "here"
-CALL = struct.Struct("<I")  # the length of a pickled call or answer before it
 DEADLINE_S = 120.0  # for anything that is waited for
 OPEN_FILES = 512  # beside the connections
 SETTLE_S = 10.0
@@ -104,11 +103,10 @@ class FakeReplica:
                 raise ReplicaGone(f"{self.name} cannot reach the router: {error}") from error
         assert self._client is not None
         self._client.report(encode(self._report()))
-        return ReplicaInfo(
-            replica_id=self.name, node_id=NODE, pid=os.getpid(), model_path="none", architecture="none",
-            dtype="float32", context_len=1 << 17, vocab_size=1 << 17, max_prompt_tokens=1 << 17, tp=1,
-            page_size=PAGE_SIZE, attention="none", kernels="", products="", num_threads=1, pool="none",
-        )  # fmt: skip
+        longest = 1 << 17
+        return replace(
+            info(self.name), pid=os.getpid(), context_len=longest, vocab_size=longest, max_prompt_tokens=longest
+        )
 
     async def lease(self, router_id: str, rid: str) -> None:
         """Return at once: requests end when they come."""
@@ -116,7 +114,8 @@ class FakeReplica:
     async def send_snapshot(self, router_id: str) -> None:
         assert self._client is not None
         log = EventLog()
-        log.stored(self._keys(), None, PAGE_SIZE, NO_TOKENS)
+        keys = np.fromiter(itertools.chain.from_iterable(self._runs), dtype=np.uint64, count=self.num_pages)
+        log.stored(keys, None, PAGE_SIZE, NO_TOKENS)
         self._client.send(encode(CacheKeys.of(CacheSnapshot(seq=self.log.seq, stored=log.drain()))))  # type: ignore[arg-type]
 
     def fill(self) -> None:
@@ -157,9 +156,6 @@ class FakeReplica:
             self.log.removed(np.array(oldest, dtype=np.uint64))
         return held
 
-    def _keys(self) -> npt.NDArray[np.uint64]:
-        return np.fromiter(itertools.chain.from_iterable(self._runs), dtype=np.uint64, count=self.num_pages)
-
     def _asked(self, client: ChannelClient, asked: Asked) -> None:
         """Answer a request at once, with one token."""
         if not isinstance(asked, RunRequest):
@@ -177,19 +173,17 @@ class FakeReplica:
             page_size=PAGE_SIZE, num_pages=2 * max(self._setup.pages, 1024), free_pages=free,
             evictable_pages=self.num_pages, protected_pages=0, reserved_pages=0,
         )  # fmt: skip
-        stats = EngineStats(
-            time_s=time.monotonic(), pool=pool, num_waiting=0, num_running=self._steps % 7, max_running_requests=256,
-            waiting_uncached_tokens=0, cache_nodes=len(self._runs), cache_event_seq=self.log.seq, num_finished=0,
-            num_aborted=0, num_errors=0, num_retractions=0, retracted_tokens=0, prefill_tokens=0, cached_tokens=0,
-            lookup_tokens=0, decode_tokens=0, evicted_tokens=0, num_extend_steps=self._steps,
-            num_decode_steps=self._steps, extend_s=0.0, decode_s=0.0, alloc_failures=0,
-            prefill_tokens_per_s=5000.0 + self._steps % 100, decode_step_s=0.03, longest_step_s=0.1,
+        now = stats(
+            time_s=time.monotonic(), num_running=self._steps % 7, max_running_requests=256,
+            cache_nodes=len(self._runs), cache_event_seq=self.log.seq, num_extend_steps=self._steps,
+            num_decode_steps=self._steps, prefill_tokens_per_s=5000.0 + self._steps % 100, decode_step_s=0.03,
+            longest_step_s=0.1,
         )  # fmt: skip
-        return ReplicaReport(stats=stats, error=None, num_open=0)
+        return ReplicaReport(stats=replace(now, pool=pool), error=None, num_open=0)
 
 
 class FakeReplicas:
-    """All replicas of the other process, and its end of the socket that carries calls."""
+    """All replicas of the other process, and its end of the pipe that carries calls."""
 
     def __init__(self, setup: Setup) -> None:
         self._setup = setup
@@ -197,30 +191,31 @@ class FakeReplicas:
         self._turning = False
         self._late_s = 0.0
 
-    async def serve(self, path: str) -> None:
-        """Answer the calls of the one that connects, until it hangs up."""
-        ended = asyncio.Event()
-        calls: set[asyncio.Task[None]] = set()
+    async def serve(self, pipe: Connection) -> None:
+        """Answer the calls that come, until the other end hangs up."""
+        loop, ended, calls = asyncio.get_running_loop(), asyncio.Event(), set[asyncio.Task[None]]()
 
-        async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            with contextlib.suppress(asyncio.IncompleteReadError, ConnectionResetError):
+        def begin(call: Any) -> None:
+            calls.add(task := loop.create_task(self._call(pipe, *call)))
+            task.add_done_callback(calls.discard)
+
+        def read() -> None:  # in a thread of its own, so that neither end waits for the other to read
+            with contextlib.suppress(EOFError, ConnectionResetError):
                 while True:
-                    number, name, method, args = await _receive(reader)
-                    calls.add(task := asyncio.create_task(self._call(writer, number, name, method, args)))
-                    task.add_done_callback(calls.discard)
-            ended.set()
+                    loop.call_soon_threadsafe(begin, pipe.recv())
+            loop.call_soon_threadsafe(ended.set)
 
-        async with await asyncio.start_unix_server(answer, path):
-            telling = asyncio.create_task(self._tell_forever())
-            await ended.wait()
-            telling.cancel()
+        threading.Thread(target=read, daemon=True).start()
+        telling = asyncio.create_task(self._tell_forever())
+        await ended.wait()
+        telling.cancel()
 
-    async def _call(self, writer: asyncio.StreamWriter, number: int, name: str, method: str, args: Any) -> None:
+    async def _call(self, pipe: Connection, number: int, name: str, method: str, args: Any) -> None:
         try:
             found: Any = getattr(self._replicas[name] if name else self, method)(*args)
-            _send(writer, (number, await found if asyncio.iscoroutine(found) else found, None))
+            pipe.send((number, await found if asyncio.iscoroutine(found) else found, None))
         except MantaError as error:
-            _send(writer, (number, None, error))
+            pipe.send((number, None, error))
 
     def fill(self) -> None:
         for replica in self._replicas.values():
@@ -254,24 +249,14 @@ class FakeReplicas:
             replica.tell()
 
 
-async def _receive(reader: asyncio.StreamReader) -> Any:
-    (length,) = CALL.unpack(await reader.readexactly(CALL.size))
-    return pickle.loads(await reader.readexactly(length))  # of this benchmark's own other process
-
-
-def _send(writer: asyncio.StreamWriter, message: object) -> None:
-    body = pickle.dumps(message)
-    writer.write(CALL.pack(len(body)) + body)
-
-
 class RemoteReplicas:
     """`Leases` whose replicas live in a process of ours."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._writer = writer
+    def __init__(self, pipe: Connection) -> None:
+        self._pipe = pipe
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._numbers = itertools.count()
-        self._answers = asyncio.create_task(self._take(reader))
+        asyncio.get_running_loop().add_reader(pipe.fileno(), self._take)
 
     async def call(
         self,
@@ -287,57 +272,49 @@ class RemoteReplicas:
         """Call a replica, or what holds them all."""
         number = next(self._numbers)
         answer = self._calls[number] = asyncio.get_running_loop().create_future()
-        _send(self._writer, (number, replica_id, method, args))
+        self._pipe.send((number, replica_id, method, args))
         return await answer
 
     def close(self) -> None:
-        self._answers.cancel()
-        self._writer.close()
+        asyncio.get_running_loop().remove_reader(self._pipe.fileno())
+        self._pipe.close()
 
-    async def _take(self, reader: asyncio.StreamReader) -> None:
-        while True:
-            number, value, error = await _receive(reader)
-            answer = self._calls.pop(number)
-            if answer.done():
-                continue
-            if error is None:
-                answer.set_result(value)
-            else:
-                answer.set_exception(error)
+    def _take(self) -> None:
+        """Give one answer to its call. Raises: EOFError where the other process has ended."""
+        number, value, error = self._pipe.recv()
+        answer = self._calls.pop(number)
+        if answer.done():
+            return
+        if error is None:
+            answer.set_result(value)
+        else:
+            answer.set_exception(error)
 
 
 @contextlib.asynccontextmanager
 async def replicas_of(setup: Setup) -> AsyncIterator[RemoteReplicas]:
     """Start the process of the replicas, and end it."""
     _allow_files(setup.num_replicas + OPEN_FILES)
-    with tempfile.TemporaryDirectory(prefix="manta-") as folder:
-        path = str(Path(folder) / "calls.sock")
-        process = multiprocessing.get_context("spawn").Process(target=_run_replicas, args=(setup, path), daemon=True)
-        process.start()
-        try:
-            async with asyncio.timeout(DEADLINE_S):
-                remote = RemoteReplicas(*await _connected(path, process))
-            yield remote
-            remote.close()
-            await asyncio.to_thread(process.join, DEADLINE_S)
-        finally:
-            process.kill()
+    spawn = multiprocessing.get_context("spawn")
+    ours, theirs = spawn.Pipe()
+    process = spawn.Process(target=_run_replicas, args=(setup, theirs), daemon=True)
+    process.start()
+    theirs.close()
+    try:
+        remote = RemoteReplicas(ours)
+        async with asyncio.timeout(DEADLINE_S):
+            await remote.ask("late_s")  # it runs
+        yield remote
+        remote.close()
+        await asyncio.to_thread(process.join, DEADLINE_S)
+    finally:
+        process.kill()
 
 
-async def _connected(path: str, process: Any) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    while True:
-        try:
-            return await asyncio.open_unix_connection(path)
-        except OSError:
-            if not process.is_alive():
-                raise RuntimeError(f"the process of the replicas has ended with {process.exitcode}") from None
-            await asyncio.sleep(0.05)
-
-
-def _run_replicas(setup: Setup, path: str) -> None:
+def _run_replicas(setup: Setup, pipe: Connection) -> None:
     die_with_parent()
     _allow_files(setup.num_replicas + OPEN_FILES)
-    run(FakeReplicas(setup).serve(path))
+    run(FakeReplicas(setup).serve(pipe))
 
 
 def _allow_files(number: int) -> None:
@@ -475,29 +452,16 @@ class LiveRouter:
             await asyncio.gather(*asked)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
-    """What one run has shown."""
-
-    setup: Setup
-    empty_s: float  # until the router was whole, with empty caches
-    empty_bytes: int  # that it had grown by then
-    whole_s: list[float]  # restarted, with full caches
-    full_bytes: int
-    taken: Taken
-    seconds: float  # of the load
-    cpu_s: float  # of the router meanwhile
-    num_gaps: int  # that a snapshot had to mend
-    num_apart: int  # replicas of whose cache the index was wrong after the load
-    replicas_late_s: float
-
-
-async def measure(setup: Setup, prompts: Sequence[Prompt], *, rounds: int, rate: float, seconds: float) -> Found:
-    """Start a router before empty replicas, restart it ``rounds`` times before full ones, and put it under load."""
+async def measure(setup: Setup, prompts: Sequence[Prompt], *, rounds: int, rate: float, seconds: float) -> list[Row]:
+    """Start a router before empty replicas, restart it ``rounds`` times before full ones, and put it under load.
+    Returns: what that took, with the targets."""
+    table = Table(f"a live router before {setup.num_replicas:,} replicas of {setup.pages:,} pages")
+    kib = 1024 * setup.num_replicas
     async with replicas_of(setup) as remote:
         before = _resident_bytes()
         live = LiveRouter(remote, setup, 0)
-        empty_s, empty_bytes = await live.start(), _resident_bytes() - before
+        table.add("whole, caches empty", [await live.start()], "s")
+        table.add("memory a replica, cache empty", [(_resident_bytes() - before) / kib], "KiB")
         await remote.ask("fill")
         whole_s = []
         for number in range(1, rounds + 1):
@@ -507,6 +471,9 @@ async def measure(setup: Setup, prompts: Sequence[Prompt], *, rounds: int, rate:
             live = LiveRouter(remote, setup, number)
             whole_s.append(await live.start())
         full_bytes = _resident_bytes() - before
+        table.add("restarted: whole again", whole_s, "s", target="< 5")
+        a_page = f"{full_bytes / max(setup.num_replicas * setup.pages, 1):.0f} bytes a page, all included"
+        table.add("memory a replica, cache full", [full_bytes / kib], "KiB", note=a_page)
         await remote.ask("turn", True)
         taken, started_s, started_cpu_s = live.count(), time.monotonic(), time.thread_time()
         await live.serve(prompts, rate=rate, seconds=seconds)
@@ -517,35 +484,6 @@ async def measure(setup: Setup, prompts: Sequence[Prompt], *, rounds: int, rate:
         num_apart = await _settled(live, remote)
         num_gaps = live.fleet.sync.num_gaps
         await live.stop()
-    return Found(
-        setup=setup, empty_s=empty_s, empty_bytes=empty_bytes, whole_s=whole_s, full_bytes=full_bytes, taken=taken,
-        seconds=took_s, cpu_s=cpu_s, num_gaps=num_gaps, num_apart=num_apart, replicas_late_s=late_s,
-    )  # fmt: skip
-
-
-async def _settled(live: LiveRouter, remote: RemoteReplicas) -> int:
-    """Wait until the index agrees with every cache; return of how many replicas it does not after SETTLE_S."""
-    give_up_s = time.monotonic() + SETTLE_S
-    while (num_apart := live.num_apart(await remote.ask("told"))) and time.monotonic() < give_up_s:
-        await asyncio.sleep(0.1)
-    return num_apart
-
-
-def _resident_bytes() -> int:
-    gc.collect()
-    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
-
-
-def rows_of(found: Found) -> list[Row]:
-    """Return the table of a run, with its targets."""
-    setup, taken = found.setup, found.taken
-    table = Table(f"a live router before {setup.num_replicas:,} replicas of {setup.pages:,} pages")
-    kib = 1024 * setup.num_replicas
-    table.add("whole, caches empty", [found.empty_s], "s")
-    table.add("restarted: whole again", found.whole_s, "s", target="< 5")
-    table.add("memory a replica, cache empty", [found.empty_bytes / kib], "KiB")
-    a_page = f"{found.full_bytes / max(setup.num_replicas * setup.pages, 1):.0f} bytes a page, all included"
-    table.add("memory a replica, cache full", [found.full_bytes / kib], "KiB", note=a_page)
     for name, times_s, target in (
         ("choice", taken.choice_s, "< 2"),
         ("choice, CPU", taken.choice_cpu_s, "< 2"),
@@ -561,9 +499,22 @@ def rows_of(found: Found) -> list[Row]:
             )  # fmt: skip
             table.rows.append(row)
     due = f">= {setup.events_per_s:,.0f}"
-    lost = f"those of prompts too; {found.num_gaps} gaps, {found.num_apart} caches apart in the end"
-    behind = f"the replicas fell {found.replicas_late_s:.2f} s behind at most"
-    table.add("events taken in", [taken.events / found.seconds], "1/s", target=due, note=lost)
-    table.add("reports taken in", [taken.reports / found.seconds], "1/s", note=behind)
-    table.add("CPU of the router's loop", [found.cpu_s / found.seconds], "of a core")
+    lost = f"those of prompts too; {num_gaps} gaps, {num_apart} caches apart in the end"
+    behind = f"the replicas fell {late_s:.2f} s behind at most"
+    table.add("events taken in", [taken.events / took_s], "1/s", target=due, note=lost)
+    table.add("reports taken in", [taken.reports / took_s], "1/s", note=behind)
+    table.add("CPU of the router's loop", [cpu_s / took_s], "of a core")
     return table.rows
+
+
+async def _settled(live: LiveRouter, remote: RemoteReplicas) -> int:
+    """Wait until the index agrees with every cache; return of how many replicas it does not after SETTLE_S."""
+    give_up_s = time.monotonic() + SETTLE_S
+    while (num_apart := live.num_apart(await remote.ask("told"))) and time.monotonic() < give_up_s:
+        await asyncio.sleep(0.1)
+    return num_apart
+
+
+def _resident_bytes() -> int:
+    gc.collect()
+    return int(psutil.Process().memory_info().rss)

@@ -37,6 +37,8 @@ from routing.policies import POLICIES
 WORKLOADS = ("shared-prefix", "multi-turn", "bursts")
 REPLICAS = 8
 OBJECTIVE_S = 5.0
+THINK_S = 10.0  # between an answer and the next turn, on average
+TOKEN_BYTES = 131_072  # K and V of a token
 MakeCluster = Callable[[Callable[[], None]], Cluster]
 NUM_PREFIXES = 50
 VOCABULARY = 49_152
@@ -120,22 +122,12 @@ def _clusters(
 
 def _recorded_rows(title: str, recording: recorded.Recording, found: Calibrated, objective_s: float) -> list[Row]:
     """Return the line of what was recorded, and the speed that the simulated replicas have from it."""
-    table, ttfts = Table(title), recording.ttfts_s
-    seen = recording.requests
-
-    def add(figure: str, value: float, unit: str = "", note: str = "") -> None:
-        table.add("as recorded", [value], unit, figure=figure, note=note)
-
+    table, ttfts, seen = Table(title), recording.ttfts_s, recording.requests
     cached = sum(each.told.get("cached_l1", 0) for each in seen)
     not_ok = f"{len(seen) - len(ttfts)} not answered, {recording.num_lost} not recorded"
-    add("hit", 100 * cached / sum(each.input_len for each in seen), "%", not_ok)
-    add("TTFT mean", sum(ttfts) / len(ttfts), "s")
-    for q in (50, 90, 95, 99):
-        add(f"TTFT p{q}", percentile(ttfts, q), "s")
-    took_s = max(each.arrival_s + each.told["total_s"] for each in seen)
-    num_in_time = sum(each <= objective_s for each in ttfts)
-    add(f"within {objective_s:g} s", num_in_time / took_s, "1/s")
-    add("in time", 100 * num_in_time / len(seen), "%")
+    hit = cached / sum(each.input_len for each in seen)
+    took_s = max(each.ended_s for each in seen)
+    _add_times(table, "as recorded", hit, not_ok, ttfts, objective_s=objective_s, took_s=took_s, num=len(seen))
     speed = Table(f"speed of the replicas, fitted to {found.num_requests} requests (median error {found.error:.0%})")
     speed.add("a step", [1e3 * found.step.base_s], "ms")
     speed.add("and for each running request", [1e3 * found.step.row_s], "ms")
@@ -163,22 +155,29 @@ def summary(
     ttfts, choices = [each.ttft_s for each in records], [1e6 * each.decision_s for each in records]
     prompt_tokens = sum(record.input_len for record in records)
 
-    def add(figure: str, value: float, unit: str = "", note: str = "") -> None:
-        table.add(policy, [value], unit, figure=figure, note=note)
-
     reasons = Counter(record.reason for record in records).most_common()
     decided = ", ".join(f"{reason} {count:,}" for reason, count in reasons)
-    add("hit", 100 * sum(record.cached_tokens for record in records) / prompt_tokens, "%", decided)
-    add("TTFT mean", sum(ttfts) / len(ttfts), "s")
-    for q in (50, 90, 95, 99):
-        add(f"TTFT p{q}", percentile(ttfts, q), "s")
-    num_in_time = sum(each <= objective_s for each in ttfts)
-    add(f"within {objective_s:g} s", num_in_time / took_s, "1/s")
-    add("in time", 100 * num_in_time / len(ttfts), "%")
-    add("skew", max(computed.values()) * num_replicas / computed.total())
+    hit = sum(record.cached_tokens for record in records) / prompt_tokens
+    _add_times(table, policy, hit, decided, ttfts, objective_s=objective_s, took_s=took_s, num=len(ttfts))
+    table.add(policy, [max(computed.values()) * num_replicas / computed.total()], figure="skew")
     for q in (50, 99):
-        add(f"choice p{q}", percentile(choices, q), "us")
+        table.add(policy, [percentile(choices, q)], "us", figure=f"choice p{q}")
     return table.rows
+
+
+def _add_times(
+    table: Table, name: str, hit: float, note: str, ttfts: Sequence[float], *, objective_s: float, took_s: float,
+    num: int,
+) -> None:  # fmt: skip
+    """Add the figures of ``num`` requests that took ``took_s`` together; those with a first token had it after
+    ``ttfts``."""
+    num_in_time = sum(each <= objective_s for each in ttfts)
+    table.add(name, [100 * hit], "%", figure="hit", note=note)
+    table.add(name, [sum(ttfts) / len(ttfts)], "s", figure="TTFT mean")
+    for q in (50, 90, 95, 99):
+        table.add(name, [percentile(ttfts, q)], "s", figure=f"TTFT p{q}")
+    table.add(name, [num_in_time / took_s], "1/s", figure=f"within {objective_s:g} s")
+    table.add(name, [100 * num_in_time / num], "%", figure="in time")
 
 
 def _build(options: argparse.Namespace, requests: Sequence[SimRequest], queue: str) -> Build:
@@ -190,11 +189,8 @@ def _build(options: argparse.Namespace, requests: Sequence[SimRequest], queue: s
         pool_pages=options.pool_tokens // options.page_size,
         max_running=256,
         context_len=max(request.input_len + request.output_len for request in requests),
-        scheduler=SchedulerConfig(
-            policy=queue, ageing_s=options.ageing, late_factor=options.late_factor, chunked_prefill_size=8192,
-            cascade=False,
-        ),
-        token_bytes=options.token_bytes,
+        scheduler=SchedulerConfig(policy=queue, chunked_prefill_size=8192, cascade=False),
+        token_bytes=TOKEN_BYTES,
         link_bytes_per_s=options.link * 1e9 / 8,
     )  # fmt: skip
 
@@ -206,7 +202,7 @@ def _load(options: argparse.Namespace) -> list[SimRequest]:
     rate = options.rate * (options.replicas or [REPLICAS])[0]
     if options.workload == "bursts":
         return bursts(
-            max(1, num // 17), size=16, question_len=256, output_len=64, requests_per_s=rate, lead_s=options.think,
+            max(1, num // 17), size=16, question_len=256, output_len=64, requests_per_s=rate, lead_s=THINK_S,
             seed=seed,
         )  # fmt: skip
     if options.workload == "shared-prefix":
@@ -219,7 +215,7 @@ def _load(options: argparse.Namespace) -> list[SimRequest]:
             num_users=max(1, num // 8), num_turns=min(num, 8), turn_len=1024, output_len=256, vocab_size=32_000,
             seed=seed,
         )  # fmt: skip
-    return of_workload(workload, requests_per_s=rate, think_s=options.think, spread=0.5, seed=seed)
+    return of_workload(workload, requests_per_s=rate, think_s=THINK_S, spread=0.5, seed=seed)
 
 
 def prompts(prompt_len: int, rng: np.random.Generator) -> Iterator[npt.NDArray[np.int32]]:
@@ -242,27 +238,18 @@ def live(options: argparse.Namespace) -> list[Row]:
         event_pages=EVENT_PAGES,
     )
     asked = list(itertools.islice(prompts(LIVE_TOKENS, np.random.default_rng(options.seed)), 4 * NUM_PREFIXES))
-    measured = live_router.measure(
-        setup, asked, rounds=harness.rounds_of(options, 3), rate=options.requests_per_s, seconds=seconds
-    )
-    return live_router.rows_of(live_router.run(measured))
+    rounds = harness.rounds_of(options, 3)
+    measured = live_router.measure(setup, asked, rounds=rounds, rate=options.requests_per_s, seconds=seconds)
+    return list(live_router.run(measured))
 
 
-def _number(least: float, *, above: bool = False) -> Callable[[str], float]:
-    """Return what parses a number of at least (or above) ``least``."""
-
-    def parse(text: str) -> float:
-        value = float(text)
-        if not (value > least if above else value >= least):
-            raise argparse.ArgumentTypeError(f"{text} must be {'above' if above else 'at least'} {least:g}")
+def _positive(text: str) -> float:
+    if (value := float(text)) > 0:
         return value
-
-    return parse
+    raise argparse.ArgumentTypeError(f"{text} must be above 0")
 
 
 def _options(parse: argparse.ArgumentParser) -> None:
-    positive = _number(0, above=True)
-
     def add(name: str, default: Any, help: str, **more: Any) -> None:
         more.setdefault("type", type(default))
         parse.add_argument(name, default=default, help=f"{help} ({default})", **more)
@@ -280,27 +267,23 @@ def _options(parse: argparse.ArgumentParser) -> None:
         "--decode-step", type=float, nargs=2, default=(0.02, 0.0002), metavar=("BASE", "EACH"),
         help="s of a step without prompts, and s that each running request adds (0.02 0.0002)",
     )  # fmt: skip
-    add("--rate", 1.0, "of a trace: times as fast; of a workload: requests/s a replica", type=positive)
+    add("--rate", 1.0, "of a trace: times as fast; of a workload: requests/s a replica", type=_positive)
     parse.add_argument(
         "--queue", nargs="+", choices=ORDERS,
         help="orders of a replica's queue, a scheduler.policy each (fcfs; of a recording its own)",
     )  # fmt: skip
-    add("--ageing", 5.0, "s after which a waiting request goes first, whatever the order", type=_number(0))
-    add("--late-factor", 2.0, "on_time: times that a late one may wait of what order of arrival takes", type=_number(1))
-    add("--think", 10.0, "s between an answer and the next turn, on average")
     parse.add_argument("--replicas", type=int, nargs="+", help="simulated replicas (8; of a recording as many)")
     add("--pool-tokens", 1_024_000, "KV pool of a replica")
     add("--page-size", 512, "tokens a page")
     add("--link", 0.0, "Gbit/s of a replica to all others, each way, over which they fetch; 0: they do not")
-    add("--token-bytes", 131_072, "K and V of a token")
-    add("--prefill-rate", 5000.0, "prompt tokens/s of a replica", type=positive)
-    add("--stats-period", 0.1, "s between two reports of a replica", type=positive)
+    add("--prefill-rate", 5000.0, "prompt tokens/s of a replica", type=_positive)
+    add("--stats-period", 0.1, "s between two reports of a replica", type=_positive)
     add("--event-delay", 0.02, "s that reports and page events travel")
     add("--fleet", 1_000, "live: replicas")
     add("--pages", 1_024, "live: that each caches")
-    add("--seconds", 20.0, "live: of load", type=positive)
-    add("--requests-per-s", 50.0, "live: of 8,192 tokens", type=positive)
-    parse.add_argument("--objective", type=positive, help="TTFT in s that is in time (5; of a recording its own)")
+    add("--seconds", 20.0, "live: of load", type=_positive)
+    add("--requests-per-s", 50.0, "live: of 8,192 tokens", type=_positive)
+    parse.add_argument("--objective", type=_positive, help="TTFT in s that is in time (5; of a recording its own)")
 
 
 PARTS = {

@@ -2,7 +2,6 @@
 
     python -m benchmarks serving --url http://127.0.0.1:8000 random shared-prefix     an OpenAI-compatible server
     python -m benchmarks serving                                                      a sweep of Manta
-    python -m benchmarks serving tenants                                              one floods it, nine do not
     python -m benchmarks serving --url http://127.0.0.1:8000 replay --trace FILE      a recorded day (docs/capacity.md)
 
 Without --url, `sweep` serves serve_config.yaml. Repeats use fresh seeds, so that no repeat finds the one before in a
@@ -17,19 +16,18 @@ says so and no figures, and its workload is not drawn.
 import argparse
 import asyncio
 import contextlib
-import json
 import statistics
-import urllib.request
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from benchmarks import harness, live_app, live_tenants
+from benchmarks import harness, live_app
 from benchmarks.client import Client, ClosedLoop, OpenLoop, Run, Sample
 from benchmarks.harness import Part, Row, Table, percentile, rounds_of, say
 from benchmarks.recorded import Prompts, Recording, Seen, read
 from benchmarks.workloads import Workload, multi_turn, random_lengths, shared_prefix
+from deployments.watch.terminal.ask import first_model
 
 VOCAB_SIZE = 32_000
 CONCURRENCY: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
@@ -40,11 +38,12 @@ TRACKED, UNTRACKED = Path("docs/pictures"), Path("bench_results/pictures")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """A kind of workload that is swept."""
+    """A kind of workload."""
 
     name: str
     file: str  # of its plots, without their ending
     make: Callable[[int, int], Workload]  # (conversations at least, seed)
+    num: int  # conversations where it is run by itself
     a_slot: int  # conversations of a run for each that may be open
     arriving: int  # conversations of a run at a rate
 
@@ -65,9 +64,12 @@ def _turns(num: int, seed: int) -> Workload:
 
 
 SHAPES = (
-    Shape(name="random, 256 in, 64 out", file="random", a_slot=2, arriving=24, make=_random),
-    Shape(name="shared prefixes, 8 of 1,024, 64 in, 32 out", file="shared_prefix", a_slot=2, arriving=24, make=_shared),
-    Shape(name="multi-turn, 5 turns of 64 in, 64 out", file="multi_turn", a_slot=1, arriving=12, make=_turns),
+    Shape(name="random, 256 in, 64 out", file="random", num=32, a_slot=2, arriving=24, make=_random),
+    Shape(
+        name="shared prefixes, 8 of 1,024, 64 in, 32 out", file="shared_prefix", num=64, a_slot=2, arriving=24,
+        make=_shared,
+    ),
+    Shape(name="multi-turn, 5 turns of 64 in, 64 out", file="multi_turn", num=8, a_slot=1, arriving=12, make=_turns),
 )
 
 
@@ -84,117 +86,51 @@ def rows_of(workload: Workload, runs: Sequence[Run]) -> list[Row]:
     first_error = next((error for run in runs for error in run.errors), "")
     add("requests failed", "", lambda run: float(sum(run.errors.values())), note=first_error)
     add("requests/s", "1/s", lambda run: len(run.answered) / run.wall_s)
-    add("output tokens/s", "tok/s", output_tokens_per_s)
+    add("output tokens/s", "tok/s", lambda run: run.output_tokens_per_s)
     add("prompt tokens/s", "tok/s", lambda run: sum(s.prompt_tokens for s in run.answered) / run.wall_s)
     for q in (50, 90, 99):
-        add(f"TTFT p{q}", "s", _at(q, lambda run: [s.ttft_s for s in run.answered]))
+        add(f"TTFT p{q}", "s", partial(Run.quantile, of="ttft_s", q=q))
     for q in (50, 90, 99):
-        add(f"ITL p{q}", "s", _at(q, lambda run: [gap for s in run.answered for gap in s.gaps_s]))
+        add(f"ITL p{q}", "s", partial(Run.gap_s, q=q))
     for q in (50, 90):
-        add(f"TPOT p{q}", "s", _at(q, lambda run: [s.tpot_s for s in run.answered]))
+        add(f"TPOT p{q}", "s", partial(Run.quantile, of="tpot_s", q=q))
     for q in (50, 99):
-        add(f"end to end p{q}", "s", _at(q, lambda run: [s.e2e_s for s in run.answered]))
-    add("cached prompt tokens", "%", _hit_percent, note=_hit_note(workload, runs))
+        add(f"end to end p{q}", "s", partial(Run.quantile, of="e2e_s", q=q))
+    add("cached prompt tokens", "%", lambda run: run.hit_percent, note=_hit_note(workload, runs))
     add("client CPU", "s", lambda run: run.client_cpu_s)
     return table.rows
 
 
-def output_tokens_per_s(run: Run) -> float:
-    return sum(sample.completion_tokens for sample in run.answered) / run.wall_s
-
-
-def _conversation(sample: Sample) -> str:
-    return sample.name.split("/")[0]
-
-
-def _at(q: float, values: Callable[[Run], Sequence[float | None]]) -> Callable[[Run], float | None]:
-    def measure(run: Run) -> float | None:
-        known = [value for value in values(run) if value is not None]
-        return percentile(known, q) if known else None
-
-    return measure
-
-
-def _hit_percent(run: Run) -> float | None:
-    prompt = sum(sample.prompt_tokens for sample in run.answered)
-    return 100 * sum(sample.cached_tokens for sample in run.answered) / prompt if prompt else None
-
-
 def _hit_note(workload: Workload, runs: Sequence[Run]) -> str:
-    best = f"at best {100 * workload.reusable_tokens / workload.prompt_tokens:.1f}"
     multi = any(len(conversation.turns) > 1 for conversation in workload.conversations)
-    if multi and not all(run.answers_known for run in runs):
-        best += "; the server tells no token ids: answers in histories are stand-ins"
-    return best
+    stand_ins = multi and not all(run.answers_known for run in runs)
+    return "the server tells no token ids: answers in histories are stand-ins" if stand_ins else ""
 
 
-def workload_rows(shape: str, options: argparse.Namespace) -> list[Row]:
+def workload_rows(shape: Shape, options: argparse.Namespace) -> list[Row]:
     """Run one workload against the server at ``--url``."""
     url = options.url or "http://127.0.0.1:8000"
-    client = Client(url, options.name or first_model(url))
+    client = Client(url, options.name or first_model(url, None))
     load = ClosedLoop(concurrency=options.concurrency) if options.rate is None else OpenLoop(rate=options.rate)
-    workloads = [make(shape, options, options.seed + repeat) for repeat in range(rounds_of(options, 3))]
+    num = LEAST if options.quick else shape.num
+    workloads = [shape.make(num, options.seed + repeat) for repeat in range(rounds_of(options, 3))]
     return rows_of(workloads[0], [asyncio.run(client.run(each, load, max_s=options.max_s)) for each in workloads])
 
 
-def make(shape: str, options: argparse.Namespace, seed: int) -> Workload:
-    """Return the workload that the command line asks for; --num, --input-len, --output-len change its sizes."""
-    quick, vocab_size = options.quick, options.vocab_size
-
-    def size(asked: int | None, full: int, small: int) -> int:
-        return asked or (small if quick else full)
-
-    match shape:
-        case "random":
-            return random_lengths(
-                num_requests=size(options.num, 32, 4), input_len=size(options.input_len, 256, 32),
-                output_len=size(options.output_len, 64, 8), spread=options.spread, vocab_size=vocab_size, seed=seed,
-            )  # fmt: skip
-        case "shared-prefix":
-            groups = size(options.num, 8, 2)
-            return shared_prefix(
-                num_groups=groups, per_group=groups, prefix_len=size(options.input_len, 1024, 64), question_len=64,
-                output_len=size(options.output_len, 32, 4), vocab_size=vocab_size, seed=seed,
-            )  # fmt: skip
-        case _:
-            return multi_turn(
-                num_users=size(options.num, 8, 2), num_turns=2 if quick else 5, turn_len=size(options.input_len, 64,
-                16), output_len=size(options.output_len, 64, 4), vocab_size=vocab_size, seed=seed,
-            )  # fmt: skip
-
-
-def first_model(url: str) -> str:
-    """Return the name of the first model that the server lists."""
-    with urllib.request.urlopen(url.rstrip("/") + "/v1/models", timeout=10) as response:
-        return str(json.load(response)["data"][0]["id"])
-
-
-@dataclass(frozen=True, slots=True)
-class Figure:
-    """What is taken from a run of the sweep."""
-
-    name: str
-    unit: str
-    of: Callable[[Run], float]
-
-
-def ttft(q: float) -> Figure:
-    def of(run: Run) -> float:
-        return percentile([sample.ttft_s for sample in run.answered if sample.ttft_s is not None], q)
-
-    return Figure(f"TTFT p{q:g}", "s", of)
-
-
-OUTPUT = Figure("output", "tok/s", output_tokens_per_s)
+# what is taken from a run of the sweep: its unit, and the figure of a run
+FIGURES: dict[str, tuple[str, Callable[[Run], float | None]]] = {
+    "output": ("tok/s", lambda run: run.output_tokens_per_s),
+    **{f"TTFT p{q}": ("s", partial(Run.quantile, of="ttft_s", q=q)) for q in (50, 95)},
+}
 
 
 class Points:
     """The rows and lines of one plot."""
 
-    def __init__(self, section: str, figures: Sequence[Figure]) -> None:
-        self._table, self._figures = Table(section), figures
+    def __init__(self, section: str, *figures: str) -> None:
+        self._table = Table(section)
         self.rows = self._table.rows
-        self.lines: dict[str, list[tuple[float, float]]] = {figure.name: [] for figure in figures}
+        self.lines: dict[str, list[tuple[float, float]]] = {figure: [] for figure in figures}
         self.whole = True
 
     def add(self, name: str, x: float, runs: Sequence[Run]) -> bool:
@@ -205,10 +141,11 @@ class Points:
             failed = [float(sum(run.errors.values())) for run in runs]
             self._table.add(f"{name}, requests without an answer", failed, note=note)
             return False
-        for figure in self._figures:
-            values = [figure.of(run) for run in runs]
-            self._table.add(f"{name}, {figure.name}", values, figure.unit)
-            self.lines[figure.name].append((x, statistics.median(values)))
+        for figure, line in self.lines.items():
+            unit, of = FIGURES[figure]
+            values = [value for value in map(of, runs) if value is not None]
+            self._table.add(f"{name}, {figure}", values, unit)
+            line.append((x, statistics.median(values)))
         return True
 
 
@@ -228,26 +165,23 @@ def sweep(client: Client, shape: Shape, *, quick: bool, repeats: int, max_s: flo
     concurrency, shares, arriving = CONCURRENCY, SHARES, shape.arriving
     if quick:
         concurrency, shares, arriving = CONCURRENCY[:2], SHARES[:2], LEAST
-    at_once, by_rate = Points(section, (OUTPUT, ttft(50))), Points(section, (ttft(50), ttft(95)))
+    at_once, by_rate = Points(section, "output", "TTFT p50"), Points(section, "TTFT p50", "TTFT p95")
     closed(1)  # what the first requests compile or touch is not the load's
     best = 0.0
     for many in concurrency:
         runs = [closed(many) for _ in range(repeats)]
         if at_once.add(f"{many} at once", many, runs):
-            best = max(best, statistics.median([_conversations_per_s(each) for each in runs]))
+            nums = (len({sample.name.split("/")[0] for sample in each.samples}) for each in runs)
+            best = max(best, statistics.median(num / each.wall_s for num, each in zip(nums, runs, strict=True)))
     for rate in [share * best for share in shares if best]:
         runs = [run(arriving, OpenLoop(rate=rate, seed=seed)) for _ in range(repeats)]
         by_rate.add(f"{rate:.2f} conversations/s", rate, runs)
     return at_once, by_rate
 
 
-def _conversations_per_s(run: Run) -> float:
-    return len(set(map(_conversation, run.samples))) / run.wall_s
-
-
 def draw(pictures: Path, shape: Shape, at_once: Points, by_rate: Points) -> None:
     """Draw both plots of a shape into ``pictures``."""
-    lines = {"Manta": at_once.lines[OUTPUT.name]}
+    lines = {"Manta": at_once.lines["output"]}
     x, y = "requests at once", "output tokens/s"
     harness.draw(pictures / f"throughput_{shape.file}.svg", lines, title=shape.name, x=x, y=y, marker="o")
     lines = {name.removeprefix("TTFT "): line for name, line in by_rate.lines.items()}
@@ -257,12 +191,12 @@ def draw(pictures: Path, shape: Shape, at_once: Points, by_rate: Points) -> None
 
 def sweep_rows(options: argparse.Namespace) -> list[Row]:
     """Sweep the server at ``--url``, or one of our own."""
-    pictures = options.pictures or (UNTRACKED if options.quick else TRACKED)
+    pictures = UNTRACKED if options.quick else TRACKED
     harness.need_plots()  # before minutes of measuring
     with contextlib.ExitStack() as stack:
-        own = live_app.serving("serve_config.yaml", {}, observatory=False)
+        own = live_app.serving()
         url = options.url or stack.enter_context(own)
-        client = Client(url, options.name or first_model(url))
+        client = Client(url, options.name or first_model(url, None))
         return sweep_all(client, pictures, quick=options.quick, repeats=options.rounds or 1, max_s=options.max_s)
 
 
@@ -281,7 +215,7 @@ def sweep_all(client: Client, pictures: Path, *, quick: bool, repeats: int, max_
 
 async def replayed(recording: Recording, client: Client, options: argparse.Namespace) -> list[Sample]:
     """Send each request when it was recorded, conversations ``options.speed`` times as fast."""
-    prompts = Prompts(page_size=recording.page_size, vocab_size=options.vocab_size)
+    prompts = Prompts(page_size=recording.page_size, vocab_size=VOCAB_SIZE)
     samples = [Sample(name=str(seen.number)) for seen in recording.requests]
     ends = [asyncio.Event() for _ in samples]
     async with client.exchange() as exchange:
@@ -307,7 +241,7 @@ def replay_rows(options: argparse.Namespace) -> list[Row]:
         raise SystemExit("serving replay: name a recording with --trace")
     url = options.url or "http://127.0.0.1:8000"
     recording = read(options.trace, limit=20 if options.quick else None)
-    samples = asyncio.run(replayed(recording, Client(url, options.name or first_model(url)), options))
+    samples = asyncio.run(replayed(recording, Client(url, options.name or first_model(url, None)), options))
     answered = [sample for sample in samples if sample.ttft_s is not None and sample.error is None]
     table = Table(f"replay of {options.trace.name}: {len(samples)} requests, {options.speed:g} times as fast")
     failed = [sample.error for sample in samples if sample.error is not None]
@@ -329,29 +263,17 @@ def add_options(parse: argparse.ArgumentParser) -> None:
     add("--name", help="the model's name there; default: the first of /v1/models")
     add("--concurrency", type=int, default=16, help="workloads, closed loop: conversations at once")
     add("--rate", type=float, help="workloads, open loop instead: conversations a second")
-    add("--num", type=int, help="workloads: requests, groups (and prompts of each), or users")
-    add("--input-len", type=int, help="workloads: tokens of a prompt, of a shared prefix, or of a turn")
-    add("--output-len", type=int, help="workloads: tokens of an answer")
-    add("--spread", type=float, default=0.0, help="random: lengths vary by this share")
-    add("--vocab-size", type=int, default=VOCAB_SIZE, help="workloads: prompts use token ids below this")
     add("--trace", type=Path, help="replay: a recording of router.record")
     add("--speed", type=float, default=1.0, help="replay: times as fast as recorded")
     add("--max-s", type=float, default=240.0, help="seconds a run may take; the rest is cut off")
-    add("--pictures", type=Path, help=f"folder of the sweep's plots; {TRACKED}, or {UNTRACKED} with --quick")
 
 
 PARTS = {
-    "random": Part(about="unrelated prompts", measure=partial(workload_rows, "random"), asked=True),
-    "shared-prefix": Part(
-        about="groups that share a prefix, shuffled", measure=partial(workload_rows, "shared-prefix"), asked=True
-    ),
-    "multi-turn": Part(about="histories that are resent", measure=partial(workload_rows, "multi-turn"), asked=True),
+    **{
+        shape.file.replace("_", "-"): Part(about=shape.name, measure=partial(workload_rows, shape), asked=True)
+        for shape in SHAPES
+    },
     "replay": Part(about="a recording, request by request", measure=replay_rows, asked=True),
-    "tenants": Part(
-        about="light tenants beside one that floods two replicas (live_tenants.py)",
-        measure=live_tenants.measure,
-        asked=True,
-    ),
     "sweep": Part(about="throughput and TTFT as load grows, with plots", measure=sweep_rows),
 }
 

@@ -23,17 +23,19 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
-import aiohttp
 import numpy as np
+import psutil
 
 from benchmarks import harness
 from benchmarks.chaos import REPLICA, WHOLE_S, OneMachine, num_files, quietly
-from benchmarks.client import OPENAI, Client, ClosedLoop, Exchange, Sample
+from benchmarks.client import Client, ClosedLoop, Dialect, Exchange, Sample
 from benchmarks.harness import Part, Row, Table, say
-from benchmarks.serving import VOCAB_SIZE, first_model
-from benchmarks.workloads import Workload, random_lengths
+from benchmarks.serving import VOCAB_SIZE
+from benchmarks.workloads import random_lengths
+from deployments.watch.terminal.ask import first_model
 from tests.cluster.cluster import SILENT_S
 
 OVERLOAD = 1.5
@@ -45,6 +47,7 @@ AT_ONCE = 2 * MAX_RUNNING
 MAX_WAIT_S = 10.0
 FILES = 16
 MEMORY = 0.05
+requests = partial(random_lengths, input_len=128, output_len=32, spread=0.5, vocab_size=VOCAB_SIZE)
 LIVES = {  # in the title of a process -> what it is called here
     ":Router": "router", ":Observatory": "observatory", "haproxy": "HAProxy", "ProxyActor": "HTTP proxy",
     "ServeController": "Serve controller", "gcs_server": "GCS", "raylet/raylet": "raylet",
@@ -81,10 +84,6 @@ class Soak:
             self.errors[sample.error or ""] += 1
 
 
-def requests(num: int, seed: int) -> Workload:
-    return random_lengths(num_requests=num, input_len=128, output_len=32, spread=0.5, vocab_size=VOCAB_SIZE, seed=seed)
-
-
 def look(place: OneMachine, at_s: float) -> Look:
     parts: dict[str, list[int]] = {}
     for pid, title in place.processes().items():
@@ -93,20 +92,16 @@ def look(place: OneMachine, at_s: float) -> Look:
     return Look(
         at_s=at_s,
         longest_queue=max((state["stats"]["num_waiting"] for state in place.running.states()), default=0),
-        memory={part: sum(map(resident_mb, pids)) for part, pids in parts.items()},
+        memory={part: sum(psutil.Process(pid).memory_info().rss / 1e6 for pid in pids) for part, pids in parts.items()},
         files={part: sum(num_files(pids).values()) for part, pids in parts.items()},
     )
-
-
-def resident_mb(pid: int) -> float:
-    """Raises: OSError where the process has ended."""
-    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
 
 
 async def load(exchange: Exchange, soak: Soak, until_s: float) -> None:
     """Send requests until then, and wait for their ends."""
     sent: set[asyncio.Task[None]] = set()
-    conversations = iter(requests(round((until_s - time.monotonic()) * soak.rate * 2) + 1, seed=1).conversations)
+    most = round((until_s - time.monotonic()) * soak.rate * 2) + 1
+    conversations = iter(requests(num_requests=most, seed=1).conversations)
 
     async def one(token_ids: Sequence[int], num_tokens: int) -> None:
         sample = Sample(name="")
@@ -136,8 +131,8 @@ async def every(seconds: float, do: Callable[[], None]) -> None:
 async def run(place: OneMachine, minutes: float) -> Soak:
     """Find the rate that is answered, exceed it for ``minutes``, and see what is left."""
     url, soak = place.running.url, Soak()
-    model = first_model(url)
-    answered = await Client(url, model).run(requests(4 * AT_ONCE, seed=0), ClosedLoop(concurrency=AT_ONCE), max_s=600)
+    model, before = first_model(url, None), requests(num_requests=4 * AT_ONCE, seed=0)
+    answered = await Client(url, model).run(before, ClosedLoop(concurrency=AT_ONCE), max_s=600)
     soak.rate = OVERLOAD * len(answered.answered) / answered.wall_s
     say(f"{soak.rate:.2f} requests a second, {OVERLOAD} times what was answered")
     started_s = time.monotonic()
@@ -153,10 +148,7 @@ async def run(place: OneMachine, minutes: float) -> Soak:
             soak.num_kills += 1
 
     look_on()
-    connector = aiohttp.TCPConnector(limit=0, force_close=True)
-    timeout = aiohttp.ClientTimeout(total=None, sock_read=SILENT_S)
-    async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
-        exchange = Exchange(session, f"{url}/v1/completions", model, OPENAI, started_s)
+    async with Client(url, model, dialect=Dialect(keeps_alive=False), silent_s=SILENT_S).exchange() as exchange:
         beside = [asyncio.create_task(every(LOOK_S, look_on)), asyncio.create_task(every(KILL_S, kill))]
         await load(exchange, soak, started_s + 60 * minutes)
         for task in beside:
@@ -222,17 +214,10 @@ def rows_of(soak: Soak, minutes: float) -> list[Row]:
     return table.rows
 
 
-def add_options(parse: argparse.ArgumentParser) -> None:
-    parse.add_argument("--minutes", type=float, default=60.0, help="how long requests are sent")
-
-
 def main(argv: Sequence[str] | None = None) -> int:
-    rows: list[Row] = []
+    def add_options(parse: argparse.ArgumentParser) -> None:
+        parse.add_argument("--minutes", type=float, default=60.0, help="how long requests are sent")
 
-    def measured(options: argparse.Namespace) -> list[Row]:
-        rows.extend(measure(options))
-        return rows
-
-    parts = {"soak": Part(about="overload, clients that leave, a replica killed each minute", measure=measured)}
-    harness.run("soak", __doc__, parts, argv, options=add_options)
+    parts = {"soak": Part(about="overload, clients that leave, a replica killed each minute", measure=measure)}
+    rows = harness.run("soak", __doc__, parts, argv, options=add_options)
     return int(any(row.name == "FAILED" for row in rows))

@@ -12,8 +12,10 @@ import argparse
 import json
 import pathlib
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from itertools import zip_longest
+from typing import Any
 
 import numpy as np
 
@@ -33,13 +35,7 @@ def workloads(vocab_size: int, seed: int) -> list[Workload]:
     return [
         random_lengths(num_requests=10, input_len=150, output_len=24, spread=0.8, vocab_size=vocab_size, seed=seed),
         shared_prefix(
-            num_groups=2,
-            per_group=5,
-            prefix_len=200,
-            question_len=20,
-            output_len=16,
-            vocab_size=vocab_size,
-            seed=seed,
+            num_groups=2, per_group=5, prefix_len=200, question_len=20, output_len=16, vocab_size=vocab_size, seed=seed
         ),
         multi_turn(num_users=4, num_turns=3, turn_len=40, output_len=16, vocab_size=vocab_size, seed=seed),
     ]
@@ -47,21 +43,15 @@ def workloads(vocab_size: int, seed: int) -> list[Workload]:
 
 def make_trace(model: str, *, num_threads: int, seed: int = 0) -> dict[str, list[int]]:
     """Return all answers of the trace."""
-    engine = load_engine(
-        EngineSettings(
-            model=model,
-            cache=CacheConfig(max_total_tokens=8192),
-            scheduler=SchedulerConfig(chunked_prefill_size=CHUNK, max_running_requests=8),
-            num_threads=num_threads,
-        )
-    )
-    try:
-        made: dict[str, list[int]] = {}
+    settings = EngineSettings(
+        model=model, cache=CacheConfig(max_total_tokens=8192), num_threads=num_threads,
+        scheduler=SchedulerConfig(chunked_prefill_size=CHUNK, max_running_requests=8),
+    )  # fmt: skip
+    made: dict[str, list[int]] = {}
+    with closing(load_engine(settings)) as engine:
         for workload in workloads(engine.config.model.vocab_size, seed):
             made |= answers(engine, workload)
-        return made
-    finally:
-        engine.close()
+    return made
 
 
 def answers(engine: Engine, workload: Workload) -> dict[str, list[int]]:
@@ -76,7 +66,10 @@ def answers(engine: Engine, workload: Workload) -> dict[str, list[int]]:
             name = f"{workload.name}, {conversation.name}.{turn}"
             names[name], made[name] = conversation.name, []
             prompt = np.array(history[conversation.name], dtype=np.int32)
-            engine.submit(GenerateRequest(rid=name, token_ids=prompt, sampling=_sampling(index, asked.max_new_tokens)))
+            drawn: dict[str, Any] = {"temperature": 0.8, "top_p": 0.95, "top_k": 50, "seed": index}
+            how = drawn if index % 2 else {"temperature": 0.0}
+            sampling = SamplingParams(max_new_tokens=asked.max_new_tokens, ignore_eos=True, **how)
+            engine.submit(GenerateRequest(rid=name, token_ids=prompt, sampling=sampling))
         while engine.has_work:
             for delta in engine.step():
                 made[delta.rid] += delta.token_ids
@@ -85,32 +78,14 @@ def answers(engine: Engine, workload: Workload) -> dict[str, list[int]]:
     return made
 
 
-def _sampling(index: int, max_new_tokens: int) -> SamplingParams:
-    if index % 2 == 0:
-        return SamplingParams(max_new_tokens=max_new_tokens, temperature=0.0, ignore_eos=True)
-    return SamplingParams(
-        max_new_tokens=max_new_tokens, temperature=0.8, top_p=0.95, top_k=50, seed=index, ignore_eos=True
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class Difference:
-    """The place where an answer leaves the one before."""
-
-    name: str
-    position: int  # of the first token that differs
-    before: int | None  # None: there was none
-    now: int | None
-
-
-def differences(before: Ids, now: Ids) -> Iterator[Difference]:
-    """Yield the first difference of each request whose ids are not the same."""
+def differences(before: Ids, now: Ids) -> dict[str, tuple[int, int | None, int | None]]:
+    """Return by request whose ids are not the same the position of the first that differs, its id before and now."""
+    found = {}
     for name in sorted(before.keys() | now.keys()):
-        old, new = [list(ids.get(name, ())) for ids in (before, now)]
-        if old != new:
-            length = min(len(old), len(new))
-            position = next((i for i in range(length) if old[i] != new[i]), length)
-            yield Difference(name, position, *(ids[position] if position < len(ids) else None for ids in (old, new)))
+        pairs = zip_longest(before.get(name, ()), now.get(name, ()))
+        if differing := [(position, *pair) for position, pair in enumerate(pairs) if pair[0] != pair[1]]:
+            found[name] = differing[0]
+    return found
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -128,9 +103,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         options.write.write_text(json.dumps(made))
         print(f"{len(made)} requests, {sum(map(len, made.values()))} ids written to {options.write}")
         return
-    found = list(differences(json.loads(options.check.read_text()), made))
-    for difference in found:
-        print(f"{difference.name}: token {difference.position} was {difference.before}, is {difference.now}")
+    found = differences(json.loads(options.check.read_text()), made)
+    for name, (position, before, now) in found.items():
+        print(f"{name}: token {position} was {before}, is {now}")
     print(f"{len(made) - len(found)} of {len(made)} requests have the same ids")
     sys.exit(1 if found else 0)
 

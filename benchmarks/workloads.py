@@ -40,41 +40,6 @@ class Workload:
     def num_requests(self) -> int:
         return sum(len(conversation.turns) for conversation in self.conversations)
 
-    @property
-    def output_tokens(self) -> int:
-        return sum(turn.max_new_tokens for c in self.conversations for turn in c.turns)
-
-    @property
-    def prompt_tokens(self) -> int:
-        """Prompt tokens of all requests, histories resent and answers at full length."""
-        total = 0
-        for conversation in self.conversations:
-            history = 0
-            for turn in conversation.turns:
-                history += len(turn.token_ids)
-                total += history
-                history += turn.max_new_tokens
-        return total
-
-    @property
-    def reusable_tokens(self) -> int:
-        """Prompt tokens that an unbounded, token-exact prefix cache need not compute: what earlier requests shared.
-
-        Answers count as shared with the next turn of their conversation, but for the last token of each, whose K/V
-        no step has computed. At least one token of a prompt must always run.
-        """
-        total = 0
-        seen: set[int] = set()  # hashes of prefixes of prompts sent so far
-        for conversation in self.conversations:
-            history_len, known = 0, 0
-            for turn in conversation.turns:
-                if history_len == 0:
-                    known = _known_prefix_len(turn.token_ids, seen)
-                total += min(known, history_len + len(turn.token_ids) - 1)
-                history_len += len(turn.token_ids) + turn.max_new_tokens
-                known = history_len - 1
-        return total
-
 
 def random_lengths(
     *, num_requests: int, input_len: int, output_len: int, spread: float = 0.0, vocab_size: int, seed: int
@@ -83,10 +48,12 @@ def random_lengths(
     if not 0.0 <= spread < 1.0:
         raise ValueError(f"spread = {spread}; it must be at least 0 and below 1")
     name = f"random {num_requests} x {input_len} in, {output_len} out" + (f", +-{spread:.0%}" if spread else "")
-    rng = _rng(name, seed)
+    rng = Random(f"{seed}/{name}")
     conversations = []
     for index in range(num_requests):
-        num_in, num_out = (_vary(rng, length, spread) for length in (input_len, output_len))
+        num_in, num_out = (
+            max(1, round(length * rng.uniform(1 - spread, 1 + spread))) for length in (input_len, output_len)
+        )
         conversations.append(_single(str(index), _ids(rng, num_in, vocab_size), num_out))
     return Workload(name=name, conversations=tuple(conversations))
 
@@ -103,7 +70,7 @@ def shared_prefix(
 ) -> Workload:
     """Return groups that share a prefix and ask different questions, shuffled together."""
     name = f"shared-prefix {num_groups} x {per_group}, {prefix_len} + {question_len} in, {output_len} out"
-    rng = _rng(name, seed)
+    rng = Random(f"{seed}/{name}")
     conversations = []
     for group in range(num_groups):
         prefix = _ids(rng, prefix_len, vocab_size)
@@ -120,17 +87,12 @@ def multi_turn(
 ) -> Workload:
     """Return conversations whose every request resends the whole history."""
     name = f"multi-turn {num_users} users x {num_turns} turns, {turn_len} in, {output_len} out a turn"
-    rng = _rng(name, seed)
-    conversations = tuple(
-        Conversation(
-            name=str(user),
-            turns=tuple(
-                Turn(token_ids=_ids(rng, turn_len, vocab_size), max_new_tokens=output_len) for _ in range(num_turns)
-            ),
-        )
-        for user in range(num_users)
-    )
-    return Workload(name=name, conversations=conversations)
+    rng, conversations = Random(f"{seed}/{name}"), []
+    for user in range(num_users):
+        drawn = [_ids(rng, turn_len, vocab_size) for _ in range(num_turns)]
+        turns = tuple(Turn(token_ids=each, max_new_tokens=output_len) for each in drawn)
+        conversations.append(Conversation(name=str(user), turns=turns))
+    return Workload(name=name, conversations=tuple(conversations))
 
 
 def passages(
@@ -138,7 +100,7 @@ def passages(
 ) -> Workload:
     """Return chats, in ChatML, that each give lines of ``text``, which no other has, and then ``ask`` for something."""
     name = f"{num_requests} x {num_lines} lines: {ask} {output_len} out"
-    rng, lines = _rng(name, seed), [line for line in text.splitlines() if line]
+    rng, lines = Random(f"{seed}/{name}"), [line for line in text.splitlines() if line]
     conversations = []
     starts = rng.sample(range(0, len(lines) - num_lines + 1, num_lines), num_requests)
     for index, at in enumerate(starts):
@@ -152,26 +114,7 @@ def _single(name: str, token_ids: tuple[int, ...], output_len: int, *, text: str
     return Conversation(name=name, turns=(Turn(token_ids=token_ids, max_new_tokens=output_len, text=text),))
 
 
-def _rng(name: str, seed: int) -> Random:
-    return Random(f"{seed}/{name}")
-
-
-def _vary(rng: Random, length: int, spread: float) -> int:
-    return max(1, round(length * rng.uniform(1 - spread, 1 + spread)))
-
-
 def _ids(rng: Random, num: int, vocab_size: int) -> tuple[int, ...]:
     if vocab_size <= FIRST_ID:
         raise ValueError(f"vocab_size = {vocab_size}; prompts are drawn from ids {FIRST_ID} and up")
     return tuple(rng.choices(range(FIRST_ID, vocab_size), k=num))
-
-
-def _known_prefix_len(token_ids: tuple[int, ...], seen: set[int]) -> int:
-    """Return the longest prefix of ``token_ids`` that is in ``seen``; then put all its prefixes there."""
-    known, state = 0, 0
-    for length, token_id in enumerate(token_ids, start=1):
-        state = hash((state, token_id))
-        if state in seen:
-            known = length
-        seen.add(state)
-    return known

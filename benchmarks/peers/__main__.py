@@ -3,7 +3,6 @@
     python -m benchmarks peers                                    all systems, all workloads, two rounds
     python -m benchmarks peers --quick                            small workloads, one round: a check
     python -m benchmarks peers --system manta --system vllm --cell random-8
-    python -m benchmarks peers --only-install
 
 MANTA_CPU holds all to an instruction set: those that use PyTorch through its environment, llama.cpp by another build.
 One server runs at a time; each round starts every system anew, in turn, the second in the opposite order. A round's
@@ -21,11 +20,12 @@ from typing import TypeVar
 
 from benchmarks import harness
 from benchmarks.harness import Part, Row, rounds_of, say
-from benchmarks.peers.compare import FULL, QUICK, Comparison, Plan, compare, rows_of
+from benchmarks.peers.compare import FULL, QUICK, Comparison, compare, rows_of
 from benchmarks.peers.servers import PEERS, InstallFailed, ensure
 from benchmarks.peers.systems import MODEL, Place, Words, systems
 
 T = TypeVar("T")
+INSTALL_S = 3600.0  # that each installation may take
 OURS = "manta"  # the start of our systems' names
 
 
@@ -41,10 +41,7 @@ def _add_options(parse: argparse.ArgumentParser) -> None:
     add("--system", action="append", metavar="NAME", help="only this one; may be given again")
     names = ", ".join(cell.name for cell in FULL)
     add("--cell", action="append", metavar="NAME", help=f"only this workload, of {names}")
-    add("--repeats", type=int, default=1, help="runs of each workload in a round")
     add("--max-s", type=float, help="seconds for each workload, instead of its own limit")
-    add("--install-s", type=float, default=3600.0, help="seconds that each installation may take")
-    add("--only-install", action="store_true", help="install what is missing, and leave")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -57,31 +54,31 @@ def main(argv: Sequence[str] | None = None) -> int:
         cells = _chosen({cell.name: cell for cell in (QUICK if options.quick else FULL)}, options.cell, "workload")
         if options.max_s is not None:
             cells = [replace(cell, max_s=options.max_s) for cell in cells]
-        rounds = rounds_of(options, 2)
-        plan = Plan(systems=chosen, cells=cells, rounds=rounds, repeats=options.repeats, seed=options.seed)
-        comparison = Comparison(plan, words, Place(threads=options.threads, logs=PEERS / "logs"), say)
+        comparison = Comparison(
+            systems=chosen, cells=cells, rounds=rounds_of(options, 2), seed=options.seed, words=words, say=say,
+            place=Place(threads=options.threads, logs=PEERS / "logs"),
+        )  # fmt: skip
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: stop what runs, report what there is
         for system in chosen:
             if system.lacks:
                 comparison.miss(system.name, system.lacks)
             elif system.recipe is not None:
                 try:
-                    ensure(system.recipe, limit_s=options.install_s)
+                    ensure(system.recipe, limit_s=INSTALL_S)
                 except InstallFailed as error:
                     comparison.miss(system.name, f"not installed: {error}")
-        if options.only_install:
-            status = 1 if comparison.absent else 0
-            return []
         try:
             comparison.run()
         except KeyboardInterrupt:
             say("interrupted; this was measured until now")
         except Exception:  # whatever went wrong, what was measured is not lost
-            harness.publish(_report(comparison, plan)[0], options.json)
+            found, _ = _report(comparison)
+            harness.show(found)
+            harness.write(found, options.json)
             raise
-        found, agreed = _report(comparison, plan)
+        found, agreed = _report(comparison)
         status = 0 if agreed else 1
-        for system in plan.systems:
+        for system in comparison.systems:
             print(f"{system.name}: {system.settings}")
         return found
 
@@ -90,11 +87,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     return status
 
 
-def _report(comparison: Comparison, plan: Plan) -> tuple[list[Row], bool]:
-    names = [system.name for system in plan.systems]
+def _report(comparison: Comparison) -> tuple[list[Row], bool]:
+    names = [system.name for system in comparison.systems]
     ours = [name for name in names if name.startswith(OURS)]
-    answers, agreed = compare(comparison.answers, [system.name for system in plan.systems if system.exact])
-    return rows_of(comparison.runs, comparison.absent, plan.cells, names, ours) + answers, agreed
+    answers, agreed = compare(comparison.answers, [system.name for system in comparison.systems if system.exact])
+    return rows_of(comparison.runs, comparison.absent, comparison.cells, names, ours) + answers, agreed
 
 
 if __name__ == "__main__":

@@ -19,14 +19,14 @@ import statistics
 import textwrap
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
 import psutil
 
-from benchmarks.client import Client, ClosedLoop, Run
-from benchmarks.harness import Row, in_turn, percentile
+from benchmarks.client import Client, ClosedLoop, Run, Sample
+from benchmarks.harness import Row, in_turn
 from benchmarks.live_app import ServerCpu, ServerFailed
 from benchmarks.peers.systems import Make, Place, System, Words
 from benchmarks.workloads import Conversation, Turn, Workload, multi_turn, passages, random_lengths, shared_prefix
@@ -98,92 +98,50 @@ WARM_UP = (  # what a server compiles or touches first is no workload's
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """One run of one workload against one system; a time that is None was not sent. Times in seconds."""
+    """One run of one workload against one system."""
 
     cell: str
     system: str
     round: int
-    wall_s: float
-    output_tokens: int
-    ttft_p50_s: float | None = None
-    ttft_p95_s: float | None = None
-    tpot_p50_s: float | None = None
-    hit_percent: float | None = None  # prompt tokens that the server says it had
+    run: Run
     server_cpu_s: float
     elsewhere_cpu_s: float  # of everything but the server and the client: what disturbed
-    problem: str | None = None  # why it does not count
 
     @property
-    def tokens_per_s(self) -> float:
-        return self.output_tokens / self.wall_s
-
-
-@dataclass(frozen=True, slots=True)
-class CpuUse:
-    """CPU seconds so far."""
-
-    server_s: float
-    client_s: float
-    machine_s: float  # all cores, everything that runs; time that a hypervisor took away too
-
-    @staticmethod
-    def now(server: ServerCpu) -> "CpuUse":
-        times = psutil.cpu_times()
-        machine_s = times.user + times.nice + times.system + times.irq + times.softirq + times.steal
-        return CpuUse(server.seconds(), time.process_time(), machine_s)
+    def problem(self) -> str | None:
+        """Return why it does not count."""
+        for error, count in self.run.errors.most_common(1):
+            return f"{len(self.run.answered)} of {len(self.run.samples)} answered; {count} x {error}"
+        return None
 
 
 def measure(client: Client, cell: Cell, workload: Workload, *, system: str, round_: int) -> Measured:
     """Run a workload once, cut off after the cell's limit."""
-    cpu = ServerCpu()
-    before = CpuUse.now(cpu)
+    server = ServerCpu()
+    before = _cpu_s(server)
     run = asyncio.run(client.run(workload, ClosedLoop(concurrency=cell.concurrency), max_s=cell.max_s))
-    return figures(run, cell, system=system, round_=round_, before=before, after=CpuUse.now(cpu))
-
-
-def figures(run: Run, cell: Cell, *, system: str, round_: int, before: CpuUse, after: CpuUse) -> Measured:
-    """Return what is kept of ``run``."""
-    server_s, client_s = after.server_s - before.server_s, after.client_s - before.client_s
-    answered = run.answered
-    ttfts = [sample.ttft_s for sample in answered if sample.ttft_s is not None]
-    tpots = [sample.tpot_s for sample in answered if sample.tpot_s is not None]
-    prompt_tokens = sum(sample.prompt_tokens for sample in answered)
-    tells_cached = any(sample.tells_cached for sample in answered)  # vllm leaves it out where it is 0
-    problem = None
-    if run.errors:
-        error, count = max(run.errors.items(), key=lambda each: each[1])
-        problem = f"{len(answered)} of {len(run.samples)} answered; {count} x {error}"
+    server_s, elsewhere_s = (max(0.0, now - was) for now, was in zip(_cpu_s(server), before, strict=True))
     return Measured(
-        cell=cell.name,
-        system=system,
-        round=round_,
-        wall_s=run.wall_s,
-        output_tokens=sum(sample.completion_tokens for sample in answered),
-        ttft_p50_s=percentile(ttfts, 50) if ttfts else None,
-        ttft_p95_s=percentile(ttfts, 95) if ttfts else None,
-        tpot_p50_s=percentile(tpots, 50) if tpots else None,
-        hit_percent=100 * sum(sample.cached_tokens for sample in answered) / prompt_tokens if tells_cached else None,
-        server_cpu_s=server_s,
-        elsewhere_cpu_s=max(0.0, after.machine_s - before.machine_s - server_s - client_s),
-        problem=problem,
+        cell=cell.name, system=system, round=round_, run=run, server_cpu_s=server_s, elsewhere_cpu_s=elsewhere_s
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
-    """What one system said to one prompt."""
-
-    text: str
-    token_ids: tuple[int, ...]  # () where it does not tell them
-
-    def same(self, other: "Answer") -> bool:
-        """Compare token ids where both tell them, else texts."""
-        if self.token_ids and other.token_ids:
-            return self.token_ids == other.token_ids
-        return self.text == other.text
+def _cpu_s(server: ServerCpu) -> tuple[float, float]:
+    """Return CPU seconds so far: of the server; of what else runs on all cores but for this client, time that a
+    hypervisor took away too."""
+    server_s, times = server.seconds(), psutil.cpu_times()
+    machine_s: float = times.user + times.nice + times.system + times.irq + times.softirq + times.steal
+    return server_s, machine_s - server_s - time.process_time()
 
 
-def compare(answers: Mapping[str, Sequence[Answer]], exact: Sequence[str]) -> tuple[list[Row], bool]:
+def same(one: Sample, other: Sample) -> bool:
+    """Compare token ids where both answers tell them, else texts."""
+    if one.token_ids and other.token_ids:
+        return one.token_ids == other.token_ids
+    return one.text == other.text
+
+
+def compare(answers: Mapping[str, Sequence[Sample]], exact: Sequence[str]) -> tuple[list[Row], bool]:
     """Return a row for each system, and whether all of ``exact`` agree with the first of them."""
     known = [name for name in exact if name in answers]
     if not known or len(answers) < 2:
@@ -193,7 +151,7 @@ def compare(answers: Mapping[str, Sequence[Answer]], exact: Sequence[str]) -> tu
         if name == reference:
             continue
         pairs = zip(PROMPTS, given, answers[reference], strict=True)
-        differing = [f"{asked!r}: {a.text!r}, {reference} {b.text!r}" for asked, a, b in pairs if not a.same(b)]
+        differing = [f"{asked!r}: {a.text!r}, {reference} {b.text!r}" for asked, a, b in pairs if not same(a, b)]
         agreed = agreed and not (differing and name in exact)
         equal = len(given) - len(differing)
         section, note = f"prompts of {len(given)} that are answered as by {reference}", "; ".join(differing)
@@ -213,7 +171,8 @@ def rows_of(
             name: [run for run in runs if (run.cell, run.system, run.problem) == (cell.name, name, None)]
             for name in systems
         }
-        median = {name: statistics.median(run.tokens_per_s for run in good) for name, good in whole.items() if good}
+        rates = {name: [each.run.output_tokens_per_s for each in good] for name, good in whole.items() if good}
+        median = {name: statistics.median(each) for name, each in rates.items()}
         for name, good in whole.items():
             mine = [run for run in runs if (run.cell, run.system) == (cell.name, name)]
             problems = [f"round {run.round + 1}: {run.problem}" for run in mine if run.problem is not None]
@@ -228,46 +187,42 @@ def rows_of(
 
 
 FIGURES: tuple[tuple[str, str, Callable[[Measured], float | None]], ...] = (
-    ("throughput", "tok/s", lambda run: run.tokens_per_s),
-    ("wall", "s", lambda run: run.wall_s),
-    ("TTFT p50", "s", lambda run: run.ttft_p50_s),
-    ("TTFT p95", "s", lambda run: run.ttft_p95_s),
-    ("TPOT", "ms", lambda run: None if run.tpot_p50_s is None else 1000 * run.tpot_p50_s),
-    ("hit", "%", lambda run: run.hit_percent),
-    ("CPU", "s", lambda run: run.server_cpu_s),
-    ("elsewhere", "s", lambda run: run.elsewhere_cpu_s),
+    ("throughput", "tok/s", lambda each: each.run.output_tokens_per_s),
+    ("wall", "s", lambda each: each.run.wall_s),
+    ("TTFT p50", "s", lambda each: each.run.quantile("ttft_s", 50)),
+    ("TTFT p95", "s", lambda each: each.run.quantile("ttft_s", 95)),
+    ("TPOT", "ms", lambda each: None if (tpot_s := each.run.quantile("tpot_s", 50)) is None else 1000 * tpot_s),
+    ("hit", "%", lambda each: each.run.hit_percent),
+    ("CPU", "s", lambda each: each.server_cpu_s),
+    ("elsewhere", "s", lambda each: each.elsewhere_cpu_s),
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    """What is compared, and how often."""
+@dataclass(kw_only=True)
+class Comparison:
+    """One comparison; ``runs``, ``absent`` and ``answers`` hold what it has measured so far."""
 
     systems: Sequence[System]
     cells: Sequence[Cell]
     rounds: int
-    repeats: int  # runs of a workload between a start and a stop
     seed: int
-
-
-class Comparison:
-    """One comparison; what it has measured so far is in its attributes. ``say`` gets a line for each event."""
-
-    def __init__(self, plan: Plan, words: Words, place: Place, say: Callable[[str], None]) -> None:
-        self._plan, self._words, self._place, self._say = plan, words, place, say
-        self.runs: list[Measured] = []
-        self.absent: dict[str, str] = {}
-        self.answers: dict[str, Sequence[Answer]] = {}
+    words: Words
+    place: Place
+    say: Callable[[str], None]  # gets a line for each event
+    runs: list[Measured] = field(default_factory=list)
+    absent: dict[str, str] = field(default_factory=dict)
+    answers: dict[str, Sequence[Sample]] = field(default_factory=dict)
 
     def miss(self, system: str, why: str) -> None:
         """Note that ``system`` cannot take part."""
         self.absent[system] = why
-        self._say(f"{system}: {why}")
+        self.say(f"{system}: {why}")
 
     def run(self) -> None:
         """Run all rounds."""
-        for round_, system in in_turn(self._plan.systems, self._plan.rounds):
-            left = [cell for cell in self._plan.cells if not self._gave_up(system, cell)]
+        for round_, system in in_turn(self.systems, self.rounds):
+            gave_up = {run.cell for run in self.runs if run.system == system.name and run.problem}
+            left = [cell for cell in self.cells if cell.name not in gave_up]
             try:
                 while left and system.name not in self.absent:
                     left = self._serve(system, left, round_)
@@ -276,30 +231,28 @@ class Comparison:
 
     def _serve(self, system: System, cells: Sequence[Cell], round_: int) -> list[Cell]:
         """Start ``system`` and run ``cells``. Returns: those still to run after one that did not finish."""
-        first_seed = self._plan.seed + SEEDS_A_ROUND * round_
-        with system.start(self._place) as serving:
-            client = Client(serving.url, serving.model, dialect=system.dialect)
+        first_seed = self.seed + SEEDS_A_ROUND * round_
+        with system.start(self.place) as serving:
+            client = Client(*serving, dialect=system.dialect)
             for make in WARM_UP:
-                self._ask(client, self._words.drawn(make, first_seed + 999), 4, WARM_UP_S)
+                self._ask(client, self.words.drawn(make, first_seed + 999), 4, WARM_UP_S)
             if system.name not in self.answers:
                 self.answers[system.name] = self._answers(client)
             for index, cell in enumerate(cells):
-                for repeat in range(self._plan.repeats):
-                    workload = self._words.drawn(cell.make, first_seed + repeat)
-                    run = measure(client, cell, workload, system=system.name, round_=round_)
-                    self.runs.append(run)
-                    self._say(f"{system.name}, {cell.name}: {run.problem or f'{run.tokens_per_s:.1f} tok/s'}")
-                    if run.problem is not None:
-                        return list(cells[index + 1 :])
+                workload = self.words.drawn(cell.make, first_seed)
+                each = measure(client, cell, workload, system=system.name, round_=round_)
+                self.runs.append(each)
+                came = each.problem or f"{each.run.output_tokens_per_s:.1f} tok/s"
+                self.say(f"{system.name}, {cell.name}: {came}")
+                if each.problem is not None:
+                    return list(cells[index + 1 :])
         return []
 
-    def _answers(self, client: Client) -> tuple[Answer, ...]:
-        def turn(text: str) -> Turn:
-            return Turn(token_ids=tuple(self._words.encode(text)), max_new_tokens=ANSWER_LEN)
-
-        conversations = tuple(Conversation(name=str(i), turns=(turn(text),)) for i, text in enumerate(PROMPTS))
-        run = self._ask(client, Workload(name="answers", conversations=conversations), 1, ANSWER_S)
-        return tuple(Answer(text=sample.text, token_ids=tuple(sample.token_ids)) for sample in run.samples)
+    def _answers(self, client: Client) -> Sequence[Sample]:
+        turns = [Turn(token_ids=(), max_new_tokens=ANSWER_LEN, text=text) for text in PROMPTS]
+        conversations = tuple(Conversation(name=str(at), turns=(turn,)) for at, turn in enumerate(turns))
+        workload = self.words.of(Workload(name="answers", conversations=conversations))
+        return self._ask(client, workload, 1, ANSWER_S).samples
 
     def _ask(self, client: Client, workload: Workload, concurrency: int, max_s: float) -> Run:
         """Raises: ServerFailed if a request has no answer."""
@@ -307,6 +260,3 @@ class Comparison:
         if run.errors:
             raise ServerFailed(f"it does not answer: {next(iter(run.errors))}")
         return run
-
-    def _gave_up(self, system: System, cell: Cell) -> bool:
-        return any((run.system, run.cell) == (system.name, cell.name) and run.problem for run in self.runs)

@@ -11,6 +11,7 @@ Invariant: an environment whose mark holds today's recipe is whole; any other is
 
 import contextlib
 import fcntl
+import http.client
 import json
 import os
 import shutil
@@ -18,12 +19,13 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from benchmarks.harness import ROOT, say
-from benchmarks.live_app import last_line, started
+from benchmarks.live_app import ServerFailed
 
 PEERS = ROOT / ".peers"
 STOP_S = 8.0  # some finish what they have first; then they are killed
@@ -45,13 +47,9 @@ class Recipe:
     files: Mapping[str, str] = field(default_factory=dict)  # written at the end: path in site-packages -> text
 
 
-def folder_of(name: str, peers: Path = PEERS) -> Path:
-    return peers / name
-
-
 def installed(recipe: Recipe, peers: Path = PEERS) -> bool:
     """Return whether the environment is there and whole, made by this recipe."""
-    mark = folder_of(recipe.name, peers) / MARK
+    mark = peers / recipe.name / MARK
     return mark.is_file() and json.loads(mark.read_text())["recipe"] == _plain(recipe)
 
 
@@ -64,8 +62,8 @@ def ensure(recipe: Recipe, *, limit_s: float, peers: Path = PEERS) -> Path:
     with (peers / f".{recipe.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not installed(recipe, peers):
-            _make(recipe, folder_of(recipe.name, peers), limit_s)
-    return folder_of(recipe.name, peers)
+            _make(recipe, peers / recipe.name, limit_s)
+    return peers / recipe.name
 
 
 def _make(recipe: Recipe, folder: Path, limit_s: float) -> None:
@@ -100,7 +98,7 @@ def _run(command: Sequence[str], recipe: Recipe, log: Path, out: int, left_s: fl
     finally:
         stop(process)
     if status != 0:
-        raise InstallFailed(f"`{' '.join(command)}` ended with {status}: {last_line(log)}")
+        raise InstallFailed(f"`{' '.join(command)}` ended with {status}: {_last_line(log)}")
 
 
 def _plain(recipe: Recipe) -> object:
@@ -123,9 +121,40 @@ def running(command: Command, log: Path, *, start_s: float) -> Iterator[str]:
     """Yields: the server's URL, once it is ready. Raises: ServerFailed, which says what its log says last."""
     log.parent.mkdir(parents=True, exist_ok=True)
     url = f"http://127.0.0.1:{command.port}"
-    env, ready = {**os.environ, **command.env}, [url + command.ready]
-    with started(command.argv, log, env=env, answers_at=ready, start_s=start_s, end=stop):
+    with log.open("wb") as out:
+        try:
+            process = subprocess.Popen(
+                command.argv, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, cwd=ROOT,
+                env={**os.environ, **command.env}, start_new_session=True,
+            )  # fmt: skip
+        except OSError as error:
+            raise ServerFailed(f"{command.argv[0]} cannot be run: {error.strerror}") from error
+    try:
+        deadline_s = time.monotonic() + start_s
+        while not _answers(url + command.ready):
+            if process.poll() is not None:
+                raise ServerFailed(f"ended with {process.returncode} while it started; its log ends: {_last_line(log)}")
+            if time.monotonic() > deadline_s:
+                raise ServerFailed(f"was not ready after {start_s:.0f} s; its log ends: {_last_line(log)}")
+            time.sleep(0.2)
         yield url
+    finally:
+        stop(process)
+
+
+def _answers(url: str) -> bool:
+    """Return whether a server answers ``url`` without an error."""
+    try:
+        with urllib.request.urlopen(url, timeout=5):
+            return True
+    except (OSError, http.client.HTTPException):
+        return False
+
+
+def _last_line(log: Path) -> str:
+    """Return what a log says last, for a report."""
+    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    return f"{lines[-1][:200] if lines else 'nothing'} ({log})"
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:

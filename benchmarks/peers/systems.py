@@ -23,11 +23,12 @@ from tokenizers import Tokenizer
 from benchmarks import live_app
 from benchmarks.client import OPENAI, Dialect
 from benchmarks.harness import ROOT
-from benchmarks.live_app import ServerFailed, free_port
-from benchmarks.peers.servers import SITE, Command, Recipe, folder_of, running
+from benchmarks.live_app import ServerFailed
+from benchmarks.peers.servers import PEERS, SITE, Command, Recipe, running
 from benchmarks.workloads import FIRST_ID, Turn, Workload
 from replicas.kernels import instructions
 from replicas.kernels.simd import compiles_for
+from tests.serve.running import free_port
 from tools.embedded_model import GGUF, NAME, WHEEL
 
 MODEL = ROOT / "models" / NAME
@@ -88,12 +89,7 @@ class Place:
     logs: Path
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Serving:
-    """A server that is ready."""
-
-    url: str
-    model: str  # how requests name it
+Serving = tuple[str, str]  # a server that is ready: its URL, and how requests name the model
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,17 +110,12 @@ def manta(name: str, settings: str, *, kv_dtype: str, exact: bool, drafts: str =
 
     @contextlib.contextmanager
     def start(place: Place) -> Iterator[Serving]:
-        args = {
-            "model": {"path": str(MODEL), **model},
-            "replicas": {"count": 1, "cpus": place.threads},
-            "scheduler": {"speculation": drafts},
-            "cache": {
-                "page_size": 16, "prefix_cache": "radix", "kv_dtype": kv_dtype,
-                "device_memory_bytes": KV_GIB * 2**30 + 600_000_000,
-            },
-        }  # fmt: skip
-        with live_app.serving("serve_config.yaml", args, observatory=False) as url:
-            yield Serving(url=url, model=NAME)
+        memory_bytes = KV_GIB * 2**30 + 600_000_000
+        with live_app.serving(
+            model={"path": str(MODEL), **model}, replicas={"count": 1, "cpus": place.threads},
+            scheduler={"speculation": drafts}, cache={"kv_dtype": kv_dtype, "device_memory_bytes": memory_bytes},
+        ) as url:  # fmt: skip
+            yield url, NAME
 
     return System(name=name, settings=settings, exact=exact, start=start)
 
@@ -135,11 +126,11 @@ def peer(name: str, settings: str, recipe: Recipe, command: Callable[[Path, Plac
     @contextlib.contextmanager
     def start(place: Place) -> Iterator[Serving]:
         try:
-            prepared = command(folder_of(recipe.name), place)
+            prepared = command(PEERS / recipe.name, place)
         except (OSError, subprocess.CalledProcessError) as error:
             raise ServerFailed(f"could not be prepared: {error}") from error
         with running(prepared, place.logs / f"{name}.log", start_s=START_S) as url:
-            yield Serving(url=url, model=prepared.model)
+            yield url, prepared.model
 
     return System(name=name, settings=settings, start=start, recipe=recipe, **more)
 
@@ -175,7 +166,7 @@ _NGRAM = {"method": "ngram", "num_speculative_tokens": 8, "prompt_lookup_min": 3
 
 
 def _vllm(dtype: str, folder: Path, place: Place, *, drafts: Mapping[str, Any] | None = None) -> Command:
-    port = free_port()
+    port, cores = free_port(), ",".join(map(str, sorted(os.sched_getaffinity(0))[: place.threads]))
     return Command(
         argv=[
             str(folder / "bin" / "vllm"), "serve", str(MODEL), "--enable-prefix-caching",
@@ -190,16 +181,11 @@ def _vllm(dtype: str, folder: Path, place: Place, *, drafts: Mapping[str, Any] |
             "VLLM_CACHE_ROOT": str(folder / f"cache{_held()}"),  # what it compiled
             "TORCHINDUCTOR_CACHE_DIR": str(folder / f"cache{_held()}" / "inductor"),
             "VLLM_CPU_KVCACHE_SPACE": str(KV_GIB),
-            "VLLM_CPU_OMP_THREADS_BIND": _cores(place.threads),  # the default keeps one core free
+            "VLLM_CPU_OMP_THREADS_BIND": cores,  # the default keeps one core free
         },
         port=port,
         model=NAME,
     )  # fmt: skip
-
-
-def _cores(num: int) -> str:
-    """Return the numbers of ``num`` cores that we may run on, or of all of them where there are fewer."""
-    return ",".join(map(str, sorted(os.sched_getaffinity(0))[:num]))
 
 
 TRANSFORMERS = Recipe(name="transformers", pip=(("install", "torch==2.13.0", "transformers[serving]==5.23.0"),))

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import Qwen3_5TextConfig
 
-from benchmarks import engine, families, limits
+from benchmarks import engine, limits
 from benchmarks.engine import Scale
 from benchmarks.harness import Row
 from benchmarks.limits import ModelCost
@@ -25,33 +25,30 @@ SCALE = Scale(
 )
 
 
-@pytest.fixture(scope="module")
-def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Row]:
-    folder: Path = tmp_path_factory.mktemp("tiny")
+def measured(folder: Path, *formats: str, beside: bool, monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, Row]]:
+    """The rows by name of each section."""
     byte_level_folder(folder)
     tiny.save("llama", folder, vocab_size=512)
-    rows = engine.speed_rows(str(folder), 1, SCALE, 0)
-    return {(row.section, row.name): row for row in rows}
+    monkeypatch.setattr(engine, "FULL", SCALE)
+    rows = engine.measured(Namespace(model=str(folder), threads=1, seed=0, quick=False), formats, beside=beside)
+    return {section: {row.name: row for row in rows if row.section == section} for section in {r.section for r in rows}}
 
 
-def test_decode_and_prefill_stand_beside_transformers_with_their_limits(rows: dict[tuple[str, str], Row]) -> None:
-    decode = [row for (section, _), row in rows.items() if section == "decode, context 8, fp32"]
-    prefill = [row for (section, _), row in rows.items() if section == "prefill, fp32"]
-    assert [row.name for row in decode] == ["batch 1", "batch 3", "Transformers generate, batch 1"]
-    assert [row.name for row in prefill] == ["40 tokens", "Transformers, 40 tokens"]
-    assert all(row.limit and row.share == row.value / row.limit for row in decode + prefill)
-
-
-def test_the_compared_runs_made_the_same_tokens(rows: dict[tuple[str, str], Row]) -> None:
-    assert rows["decode, context 8, fp32", "batch 1"].note == "1 of 1 runs equal to Transformers' ids"
+def test_decode_and_prefill_stand_beside_transformers_with_limits_and_the_same_ids(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = measured(tmp_path, "float32", beside=True, monkeypatch=monkeypatch)
+    for section in ("decode, 1 requests of 8 tokens", "decode, 3 requests of 8 tokens", "prompt of 40 tokens"):
+        ours, theirs, ratio = found[section].values()
+        assert (ours.name, theirs.name, ratio.name) == ("float32", "Transformers", "float32 / Transformers")
+        assert all(row.value and row.limit and row.share == row.value / row.limit for row in (ours, theirs))
+        assert theirs.note == ("1 of 1 runs with float32's ids" if section.startswith("decode") else "")
 
 
 @pytest.mark.slow
-def test_every_format_of_weights_stands_beside_float32(tmp_path: Path) -> None:
-    byte_level_folder(tmp_path)
-    tiny.save("llama", tmp_path, vocab_size=512)
-    rows = engine.format_rows(str(tmp_path), 1, SCALE, 0)
-    decode = {row.name: row for row in rows if row.section == "decode, batch 1, by weights"}
+def test_every_format_of_weights_stands_beside_float32(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = measured(tmp_path, *limits.FORMATS, beside=False, monkeypatch=monkeypatch)
+    decode = found["decode, 1 requests of 8 tokens"]
     assert decode.keys() == {
         "float32", "bfloat16", "bfloat16 / float32", "int8", "int8 / float32", "int4", "int4 / float32",
         "int4, bf16", "int4, bf16 / float32",
@@ -60,7 +57,7 @@ def test_every_format_of_weights_stands_beside_float32(tmp_path: Path) -> None:
     assert decode["int4 / float32"].target == ">= 2.2 x"
     limits_of = [decode[name].limit for name in limits.FORMATS]
     assert limits_of == sorted(limits_of)  # the fewer bytes, the more tokens
-    assert {row.section for row in rows} > {"decode, batch 3, by weights", "prefill, 40 tokens, by weights"}
+    assert found.keys() > {"decode, 3 requests of 8 tokens", "prompt of 40 tokens"}
 
 
 SMOLLM2 = ModelConfig(
@@ -103,15 +100,16 @@ def test_a_recurrent_family_stands_beside_transformers(monkeypatch: pytest.Monke
     small = Qwen3_5TextConfig(
         hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
         head_dim=16, linear_num_key_heads=2, linear_num_value_heads=2, linear_key_head_dim=32, linear_value_head_dim=32,
-        vocab_size=families.VOCAB, tie_word_embeddings=True, max_position_embeddings=4096,
+        vocab_size=engine.VOCAB, tie_word_embeddings=True, max_position_embeddings=4096,
     )  # fmt: skip
-    monkeypatch.setattr(families, "SHAPE", small)
-    monkeypatch.setattr(families, "CELLS", ((1, 8), (3, 8), (0, 40)))
-    rows = families.family_rows(Namespace(quick=False, rounds=1, threads=1, seed=0))
+    monkeypatch.setattr(engine, "SHAPE", small)
+    monkeypatch.setattr(engine, "FAMILY", SCALE)
+    rows = engine.family_rows(Namespace(quick=False, rounds=1, threads=1, seed=0))
     found = {(row.section, row.name): row for row in rows}
     for batch in (1, 3):
-        assert found[f"decode, {batch} requests of 8 tokens", "Manta"].note == "1 of 1 runs with Transformers' ids"
-    assert found["prompt of 40 tokens", "Manta / Transformers"].value
+        note = found[f"decode, {batch} requests of 8 tokens", "Transformers"].note
+        assert note == "1 of 1 runs with float32's ids"
+    assert found["prompt of 40 tokens", "float32 / Transformers"].value
     of_states = 3 * 3 * 4 * (2 * 32 * 32 + 3 * 64 * 4)  # bytes: places, layers, fp32, sums and the last inputs
     share = found["memory of a request of 32,768 tokens", "K, V and states"].share
     assert share == pytest.approx(1 / 4 + of_states / (4 * 2 * 2 * 16 * 4 * 32_768))

@@ -27,7 +27,6 @@ def test_the_json_holds_every_figure_of_every_policy_of_a_trace(tmp_path: pathli
     ("options", "why"),
     [
         ("--trace /nowhere.jsonl", "simulate: [Errno 2] No such file or directory: '/nowhere.jsonl'"),
-        ("--ageing -1", "-1 must be at least 0"),
         ("--rate 0", "0 must be above 0"),
     ],
 )

@@ -5,7 +5,7 @@ from concurrent.futures import Future
 
 import pytest
 
-from benchmarks.chaos import PROMPTS, Fault, Trial, nothing, rows_of, try_once, verdict
+from benchmarks.chaos import PROMPTS, Fault, Trial, rows_of, try_once, verdict
 from benchmarks.soak import KILL_S, WARM_S, Look, Soak, faults_of
 from tests.cluster.cluster import Answer
 
@@ -62,13 +62,13 @@ def test_a_cut_stream_fails_a_fault_that_cuts_none_and_no_other() -> None:
     answers = [*map(told, EXPECTED[1:]), told("", end="RemoteProtocolError('...')")]
     expected = [*EXPECTED[1:], EXPECTED[0]]
     for cuts, failed in ((False, 1), (True, 0)):
-        fault = Fault(name="f", begin=lambda place: nothing, cuts=cuts)
+        fault = Fault(name="f", begin=lambda place: list, cuts=cuts)
         trial = try_once(FakePlace(answers), fault, expected)
         assert (dict(trial.streams), len(trial.wrong)) == ({"same": 3, "cut": 1}, failed)
 
 
 def test_a_row_of_a_fault_says_how_often_and_that_it_failed() -> None:
-    fault = Fault(name="f", begin=lambda place: nothing)
+    fault = Fault(name="f", begin=lambda place: list)
     good, bad = Trial(answers_s=1.0, whole_s=2.0), Trial(answers_s=3.0, whole_s=None, wrong=["never whole"])
     rows = {row.figure: row for row in rows_of("s", [(fault, good), (fault, bad)])}
     assert (rows["answers again"].value, rows["answers again"].runs, rows["whole again"].runs) == (2.0, 2, 1)

@@ -13,13 +13,14 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from benchmarks.live_app import ServerFailed, free_port
+from benchmarks.live_app import ServerFailed
 from benchmarks.peers import __main__ as command_line
 from benchmarks.peers import servers
-from benchmarks.peers.compare import Cell, Comparison, Plan
+from benchmarks.peers.compare import Cell, Comparison, same
 from benchmarks.peers.servers import Command, InstallFailed, Recipe, ensure, installed, running
 from benchmarks.peers.systems import Place, Serving, System, Words
 from benchmarks.workloads import Workload, random_lengths, shared_prefix
+from tests.serve.running import free_port
 
 TEXT = "the cat sat and the dog ran for the cat that was with the other dog and sat on that mat "
 
@@ -86,7 +87,7 @@ class FakeSystem:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
         try:
-            yield Serving(url=f"http://127.0.0.1:{server.server_port}", model="m")
+            yield f"http://127.0.0.1:{server.server_port}", "m"
         finally:
             self.hang.set()
             server.shutdown()
@@ -103,8 +104,11 @@ def cell(name: str, input_len: int, *, max_s: float = 20.0) -> Cell:
 
 def comparison(words: Words, *fakes: FakeSystem, cells: list[Cell], rounds: int = 1) -> tuple[Comparison, list[str]]:
     said: list[str] = []
-    plan = Plan(systems=[fake.system for fake in fakes], cells=cells, rounds=rounds, repeats=1, seed=0)
-    return Comparison(plan, words, Place(threads=1, logs=Path("unused")), said.append), said
+    made = Comparison(
+        systems=[fake.system for fake in fakes], cells=cells, rounds=rounds, seed=0, words=words, say=said.append,
+        place=Place(threads=1, logs=Path("unused")),
+    )  # fmt: skip
+    return made, said
 
 
 def test_rounds_alternate_and_both_systems_get_the_same_prompts(words: Words) -> None:
@@ -112,9 +116,9 @@ def test_rounds_alternate_and_both_systems_get_the_same_prompts(words: Words) ->
     compared, said = comparison(words, a, b, cells=[cell("short", 5)], rounds=2)
     compared.run()
     assert [line.split(",")[0] for line in said] == ["a", "b", "b", "a"]
-    assert [run.output_tokens for run in compared.runs] == [6, 6, 6, 6]
+    assert [sum(sample.completion_tokens for sample in each.run.samples) for each in compared.runs] == [6, 6, 6, 6]
     assert sorted(map(str, a.handler.prompts)) == sorted(map(str, b.handler.prompts))
-    assert compared.answers["a"] == compared.answers["b"]
+    assert all(same(*pair) for pair in zip(compared.answers["a"], compared.answers["b"], strict=True))
     first, second = (run for run in compared.runs if run.system == "a")
     assert (first.round, second.round) == (0, 1)
 
@@ -243,6 +247,8 @@ def test_what_a_workload_shares_its_words_share_too(words: Words) -> None:
     drawn = shared_prefix(
         num_groups=2, per_group=3, prefix_len=40, question_len=5, output_len=1, vocab_size=words.vocab_size, seed=0
     )
-    shared = drawn.reusable_tokens
-    assert shared >= 2 * 2 * 40  # and what a dozen words share by chance
-    assert words.of(drawn).reusable_tokens == shared
+    ids, read = (
+        [each.turns[0].token_ids[:40] for each in workload.conversations] for workload in (drawn, words.of(drawn))
+    )
+    assert [ids.index(prefix) for prefix in ids] == [read.index(prefix) for prefix in read]
+    assert len(set(read)) == 2

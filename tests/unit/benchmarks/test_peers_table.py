@@ -1,21 +1,14 @@
 """The comparison's rows: medians, spreads, ratios, and what has no numbers."""
 
 from collections.abc import Mapping, Sequence
+from typing import cast
 
 import pytest
 
-from benchmarks.client import Run, Sample
+from benchmarks.client import Client, Run, Sample
 from benchmarks.harness import Row
-from benchmarks.peers.compare import (
-    PROMPTS,
-    Answer,
-    Cell,
-    CpuUse,
-    Measured,
-    compare,
-    figures,
-    rows_of,
-)
+from benchmarks.peers import compare as compare_module
+from benchmarks.peers.compare import PROMPTS, Cell, Measured, compare, rows_of, same
 from benchmarks.workloads import random_lengths
 
 CELL = Cell(
@@ -26,16 +19,14 @@ CELL = Cell(
     concurrency=8,
     max_s=30,
 )
-BEFORE = CpuUse(server_s=100.0, client_s=1.0, machine_s=500.0)
-AFTER = CpuUse(server_s=107.0, client_s=1.5, machine_s=509.0)
 
 
 def run(system: str, wall_s: float, *, round_: int = 0, problem: str | None = None) -> Measured:
+    samples = [Sample(name=str(at), ttft_s=wall_s / 10, completion_tokens=10, error=problem) for at in range(8)]
+    whole = Run(samples=tuple(samples), wall_s=wall_s, client_cpu_s=0.0, answers_known=True)
     return Measured(
-        cell="random-8", system=system, round=round_, wall_s=wall_s, output_tokens=80,
-        ttft_p50_s=wall_s / 10, ttft_p95_s=wall_s / 5, tpot_p50_s=0.02, hit_percent=None, server_cpu_s=2 * wall_s,
-        elsewhere_cpu_s=0.1, problem=problem,
-    )  # fmt: skip
+        cell="random-8", system=system, round=round_, run=whole, server_cpu_s=2 * wall_s, elsewhere_cpu_s=0.1
+    )
 
 
 def lines(runs: Sequence[Measured], absent: Mapping[str, str], ours: Sequence[str] = ()) -> dict[str, dict[str, Row]]:
@@ -60,8 +51,8 @@ def test_a_line_has_median_and_spread_and_the_ratio_of_ours_to_that_system() -> 
     [
         ([], {"vllm": "not installed: no wheel"}, 0, "not installed: no wheel"),
         ([], {}, 0, "not run"),
-        ([(30, 0, "5 of 8 answered")], {}, 0, "round 1: 5 of 8 answered"),
-        ([(8, 0, None), (99, 1, "0 of 8 answered")], {}, 1, "round 2: 0 of 8 answered"),
+        ([(30, 0, "full")], {}, 0, "round 1: 0 of 8 answered; 8 x full"),
+        ([(8, 0, None), (99, 1, "full")], {}, 1, "round 2: 0 of 8 answered; 8 x full"),
         ([(8, 0, None)], {"vllm": "round 2: ended with -9"}, 1, "round 2: ended with -9"),
     ],
 )
@@ -77,42 +68,39 @@ def test_what_could_not_be_measured_says_why_and_gives_no_number(
         assert vllm["throughput"].value == 10
 
 
-def test_figures_are_those_of_a_run_and_cpu_time_is_split_by_whose_it_is() -> None:
-    samples = tuple(
-        Sample(
-            name=f"{index}/0", ttft_s=0.5 + index, gaps_s=[0.1] * 9, e2e_s=2.0, prompt_tokens=100,
-            completion_tokens=10, cached_tokens=25 * index, tells_cached=index > 0,
-        )
-        for index in range(2)
-    )  # fmt: skip
-    client_run = Run(samples=samples, wall_s=4.0, client_cpu_s=0.5, answers_known=False)
-    found = figures(client_run, CELL, system="vllm", round_=0, before=BEFORE, after=AFTER)
-    assert found.tokens_per_s == 5.0  # 20 tokens in 4 s
-    assert found.ttft_p50_s == 1.0  # of 0.5 and 1.5
-    assert found.tpot_p50_s is not None
-    assert round(found.tpot_p50_s, 6) == 0.1
-    assert found.hit_percent == 12.5  # 25 of 200
-    assert (found.server_cpu_s, found.elsewhere_cpu_s) == (7.0, 1.5)  # 9 s in all, of which 7 and 0.5
-    assert found.problem is None
+def test_cpu_time_is_split_by_whose_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Ran:
+        async def run(self, *args: object, **more: object) -> Run:
+            return Run(samples=(), wall_s=4.0, client_cpu_s=0.5, answers_known=False)
+
+    looks = iter([(100.0, 399.0), (107.0, 400.5)])
+    monkeypatch.setattr(compare_module, "_cpu_s", lambda server: next(looks))
+    workload = random_lengths(num_requests=1, input_len=1, output_len=1, vocab_size=300, seed=0)
+    found = compare_module.measure(cast(Client, Ran()), CELL, workload, system="vllm", round_=0)
+    assert (found.server_cpu_s, found.elsewhere_cpu_s, found.problem) == (7.0, 1.5, None)
 
 
 def test_a_run_with_a_request_cut_off_has_a_problem_with_the_count_and_the_reason() -> None:
     whole = Sample(name="0/0", ttft_s=0.5, e2e_s=1.0, completion_tokens=10)
     cut = Sample(name="1/0", error="cut off after 30 s")
     client_run = Run(samples=(whole, cut), wall_s=30.0, client_cpu_s=0.5, answers_known=False)
-    found = figures(client_run, CELL, system="vllm", round_=0, before=BEFORE, after=AFTER)
+    found = Measured(cell="x", system="vllm", round=0, run=client_run, server_cpu_s=0.0, elsewhere_cpu_s=0.0)
     assert found.problem == "1 of 2 answered; 1 x cut off after 30 s"
 
 
+def answer(text: str, *token_ids: int) -> Sample:
+    return Sample(name="", text=text, token_ids=list(token_ids))
+
+
 def test_answers_are_compared_by_ids_where_both_tell_them_and_by_text_where_not() -> None:
-    one, same_text = Answer(text="a b", token_ids=(1, 2)), Answer(text="a b", token_ids=(1, 3))
-    assert not one.same(same_text)
-    assert one.same(Answer(text="a b", token_ids=()))
-    assert not one.same(Answer(text="a c", token_ids=()))
+    one = answer("a b", 1, 2)
+    assert not same(one, answer("a b", 1, 3))
+    assert same(one, answer("a b"))
+    assert not same(one, answer("a c"))
 
 
 def test_only_a_difference_between_fp32_systems_is_a_failure() -> None:
-    right, wrong = [Answer(text="x", token_ids=())], [Answer(text="y", token_ids=())]
+    right, wrong = [answer("x")], [answer("y")]
     right, wrong = right * len(PROMPTS), wrong * len(PROMPTS)
     rows, agreed = compare({"manta": right, "vllm": right, "llama.cpp": wrong}, ["manta", "vllm"])
     assert agreed

@@ -3,7 +3,7 @@ against those before."""
 
 import pytest
 
-from benchmarks.token_ids import Difference, differences, workloads
+from benchmarks.token_ids import differences, workloads
 from benchmarks.workloads import Workload, multi_turn, passages, random_lengths, shared_prefix
 
 
@@ -25,16 +25,11 @@ def test_the_same_seed_gives_the_same_workload_and_another_does_not() -> None:
 def test_shared_prefix_has_each_prefix_once_a_member_and_is_shuffled() -> None:
     workload = small_shared()
     assert workload.num_requests == 6
-    assert workload.prompt_tokens == 6 * 13
-    assert workload.output_tokens == 6 * 4
+    assert {len(prompt) for prompt in prompts(workload)} == {13}
     prefixes = [prompt[:10] for prompt in prompts(workload)]
     assert sorted(prefixes.count(prefix) for prefix in set(prefixes)) == [3, 3]
     assert len(set(prompts(workload))) == 6
     assert prefixes != sorted(prefixes, key=prefixes.index)  # not group after group
-
-
-def test_the_reusable_tokens_of_shared_prefix_are_all_but_the_first_of_each_group() -> None:
-    assert small_shared().reusable_tokens == 4 * 10
 
 
 def test_another_shape_shares_no_prefix_with_the_same_seed() -> None:
@@ -47,7 +42,6 @@ def test_random_prompts_have_the_asked_lengths_and_share_nothing() -> None:
     workload = random_lengths(num_requests=20, input_len=16, output_len=8, vocab_size=32_000, seed=0)
     assert {len(prompt) for prompt in prompts(workload)} == {16}
     assert len({prompt[0] for prompt in prompts(workload)}) > 15
-    assert workload.reusable_tokens <= 2  # two of 20 first tokens out of 31,744 may be equal
 
 
 def test_spread_lengths_stay_within_the_share() -> None:
@@ -61,12 +55,12 @@ def test_spread_lengths_stay_within_the_share() -> None:
     assert max(outputs) <= 60
 
 
-def test_multi_turn_counts_the_history_that_is_resent() -> None:
+def test_each_user_has_turns_of_its_own() -> None:
     workload = multi_turn(num_users=2, num_turns=3, turn_len=10, output_len=5, vocab_size=32_000, seed=0)
-    # prompts of one user: 10, then 10+5+10, then 25+5+10
-    assert workload.prompt_tokens == 2 * (10 + 25 + 40)
-    # reusable: nothing, then 14 of 25, then 29 of 40 (the last token of an answer was never computed)
-    assert workload.reusable_tokens == 2 * (14 + 29)
+    turns = [turn for conversation in workload.conversations for turn in conversation.turns]
+    assert (len(workload.conversations), workload.num_requests) == (2, 6)
+    assert len({turn.token_ids for turn in turns}) == 6
+    assert {(len(turn.token_ids), turn.max_new_tokens) for turn in turns} == {(10, 5)}
 
 
 def test_ids_stay_inside_the_vocabulary_and_above_the_special_ones() -> None:
@@ -101,21 +95,18 @@ def test_passages_hold_lines_of_the_text_and_no_line_is_given_twice() -> None:
 
 
 def test_the_same_ids_differ_nowhere() -> None:
-    assert list(differences({"a": [1, 2], "b": []}, {"a": [1, 2], "b": []})) == []
+    assert not differences({"a": [1, 2], "b": []}, {"a": [1, 2], "b": []})
 
 
 def test_the_first_difference_of_each_request_is_told() -> None:
     before, now = {"a": [1, 2, 3], "b": [4, 5], "c": [6]}, {"a": [1, 9, 9], "b": [4], "d": [7]}
-    assert list(differences(before, now)) == [
-        Difference("a", 1, 2, 9),
-        Difference("b", 1, 5, None),
-        Difference("c", 0, 6, None),
-        Difference("d", 0, None, 7),
-    ]
+    expected = {"a": (1, 2, 9), "b": (1, 5, None), "c": (0, 6, None), "d": (0, None, 7)}
+    assert differences(before, now) == expected
 
 
 def test_the_trace_is_the_same_each_time_and_shares_prefixes() -> None:
     trace = workloads(1000, seed=3)
     assert trace == workloads(1000, seed=3)
-    assert [workload.reusable_tokens > 0 for workload in trace] == [False, True, True]
+    first = [{each.turns[0].token_ids[:200] for each in workload.conversations} for workload in trace]
+    assert [len(each) for each in first] == [10, 2, 4]  # the second one's share a prefix, five each
     assert max(len(c.turns[0].token_ids) for c in trace[0].conversations) > 128  # a chunk
