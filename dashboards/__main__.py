@@ -6,6 +6,7 @@
 
 import argparse
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 from dashboards import docs, files
@@ -24,17 +25,8 @@ def main(words: list[str] | None = None) -> int:
     if args.command == "check":
         return _check(args)
     if args.command == "export":
-        settings = files.Export(
-            url=args.url,
-            live_url=args.live_url,
-            key_file=args.key_file,
-            prometheus=args.prometheus,
-            grafana=args.grafana,
-            interval_s=args.interval,
-            traces_url=args.traces_url,
-            docs_url=args.docs_url,
-        )
-        files.export(args.folder, settings)
+        settings = {each.name: getattr(args, each.name) for each in fields(files.Export)}
+        files.export(args.folder, files.Export(**settings))
         print(f"{args.folder}: read its README.md")
         return 0
     built = files.board_texts() | files.page_texts()
@@ -54,7 +46,7 @@ def _add_export(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prometheus", default=default.prometheus, help=found)
     parser.add_argument("--grafana", default="", help="where people open Grafana; alerts then lead to its boards")
     interval = "seconds between scrapes (default: %(default)g)"
-    parser.add_argument("--interval", type=float, default=default.interval_s, help=interval)
+    parser.add_argument("--interval", type=float, default=default.interval_s, dest="interval_s", help=interval)
     traces_url = "address of a trace, with ${__value.raw} for its id: where the boards' exemplars lead"
     parser.add_argument("--traces-url", default="", help=traces_url)
     docs_url = "put before docs/runbook.md in alerts, with its last slash; without it alerts lead to the live view"

@@ -238,7 +238,10 @@ class Board:
             "editable": True,
             "fiscalYearStartMonth": 0,
             "graphTooltip": 1,  # a shared crosshair
-            "links": [*(_board_link(each) for each in boards if each is not self), _live_link()],
+            "links": [
+                *(_board_link(each) for each in boards if each is not self),
+                _link("Live view", "${live}/", "Requests, replicas and caches as they are now.", here=False),
+            ],
             "panels": list(self._placed()),
             "refresh": "10s",
             "schemaVersion": 42,
@@ -277,10 +280,6 @@ class Board:
 def _board_link(other: Board) -> dict[str, Any]:
     title = other.title.removeprefix("Manta: ")
     return _link(title[0].upper() + title[1:], f"/d/{other.uid}", other.description, here=True)
-
-
-def _live_link() -> dict[str, Any]:
-    return _link("Live view", "${live}/", "Requests, replicas and caches as they are now.", here=False)
 
 
 def _link(title: str, url: str, tooltip: str, *, here: bool) -> dict[str, Any]:

@@ -151,8 +151,5 @@ def _inline(text: str, names: set[str]) -> str:
     text = re.sub(r"`([^`]*)`", r"<code>\1</code>", text)
     text = re.sub(r"\*([^*\n]+)\*", r"<em>\1</em>", text)
     text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", text)
-    return re.sub(r"\b([A-Z]\w+)\b", lambda found: _to_section(found[1], names), text)
-
-
-def _to_section(word: str, names: set[str]) -> str:
-    return f'<a href="#{word.lower()}">{word}</a>' if word in names else word
+    links = {name: f'<a href="#{name.lower()}">{name}</a>' for name in names}
+    return re.sub(r"\b([A-Z]\w+)\b", lambda found: links.get(found[1], found[1]), text)

@@ -6,7 +6,6 @@ Invariant: a committed file that is generated has the text that this module give
            dashboards build` mends them). `promtool check config` accepts the folder's prometheus.yml.
 """
 
-import json
 import re
 import textwrap
 from dataclasses import dataclass
@@ -117,17 +116,6 @@ def page_texts() -> dict[Path, str]:
 def generated() -> dict[Path, str]:
     """Return every generated file of the repository by path."""
     return {**board_texts(), **page_texts(), METRICS_DOC: docs.markdown()}
-
-
-def committed_board(uid: str) -> Any:
-    """Read a board as it is on disk."""
-    return json.loads(BOARD_FILES[uid].read_text())
-
-
-def panels(document: Any) -> list[Any]:
-    """Return every panel of a board's file, those inside closed rows too; without the rows themselves."""
-    inside = [each for row in document["panels"] for each in row.get("panels", [])]
-    return [each for each in (*document["panels"], *inside) if each["type"] != "row"]
 
 
 def write(texts: dict[Path, str]) -> list[Path]:

@@ -1,9 +1,13 @@
 """What a process tells when it is scraped, through the client library's own parser."""
 
+import json
 from collections.abc import Mapping
+from typing import Any
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
+
+from dashboards.files import BOARD_FILES
 
 
 class Scraped:
@@ -35,3 +39,14 @@ class Scraped:
 
 def has(labels: Mapping[str, str], wanted: Mapping[str, str]) -> bool:
     return wanted.items() <= labels.items()
+
+
+def committed_board(uid: str) -> Any:
+    """Read a board as it is on disk."""
+    return json.loads(BOARD_FILES[uid].read_text())
+
+
+def panels(document: Any) -> list[Any]:
+    """Return every panel of a board's file, those inside closed rows too; without the rows themselves."""
+    inside = [each for row in document["panels"] for each in row.get("panels", [])]
+    return [each for each in (*document["panels"], *inside) if each["type"] != "row"]

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from dashboards.files import BOARD_FILES, committed_board, panels
+from dashboards.files import BOARD_FILES
 from tests.programs import program
+from tests.scraped import committed_board, panels
 
 SOURCES = pathlib.Path("tests/grafana")
 TSC = ("--noEmit", "--strict", "--skipLibCheck", "--module", "nodenext", "--moduleResolution", "nodenext")

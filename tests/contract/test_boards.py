@@ -11,7 +11,8 @@ from grafana_foundation_sdk.models.dashboard import Dashboard
 
 from dashboards.board import Board, Needs, Panel, Row, Unit, quantile, rate
 from dashboards.catalog import OUTCOMES
-from dashboards.files import BOARD_FILES, BOARDS, committed_board, generated, panels
+from dashboards.files import BOARD_FILES, BOARDS, generated
+from tests.scraped import committed_board, panels
 
 TEXTS = generated()
 

@@ -13,8 +13,9 @@ import yaml
 
 from dashboards.board import NARROWING, Needs, Panel, Shape
 from dashboards.catalog import CATALOG, IDENTITY, METRICS, OPEN
-from dashboards.files import BOARD_FILES, BOARDS, RULES, committed_board, panels
+from dashboards.files import BOARD_FILES, BOARDS, RULES
 from tests.rule_cases import CASES, RECORDED
+from tests.scraped import committed_board, panels
 
 TARGET_LABELS = frozenset({"job", "instance", "node"})  # that Prometheus and http_sd put on every series
 BY_SERIES = {name: metric for metric in METRICS for name in metric.series_names}

@@ -21,10 +21,11 @@ from pathlib import Path
 
 from PIL import Image
 
-from dashboards.files import BOARD_FILES, committed_board
+from dashboards.files import BOARD_FILES
 from deployments.places import ROOT
 from tests.browser.chromium import Page, open_chromium
 from tests.programs import program
+from tests.scraped import committed_board
 from tests.serve.pictures import FOLDER, USERS, check_rest, keep, loaded
 from tests.serve.prometheus import prometheus
 from tests.serve.running import serving

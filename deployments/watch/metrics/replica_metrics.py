@@ -9,12 +9,10 @@ Thread:    made on any; read on the scrape's.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 
 from dashboards.catalog import BLOCKS, DRAFT_SOURCES, GROUPS, POOL_STATES, SIZED, Process
 from deployments.watch.metrics.emitter import Emitter, Identity, Value, emitter_of
 from kvtransfer.types import TransferStats
-from replicas.config import ModelConfig
 from replicas.engine.engine import Engine
 from replicas.memory.sizing import page_bytes
 from replicas.types import AdapterStats, EngineStats, EngineTallies, GroupStats, PoolStats, TierStats, each_told
@@ -26,40 +24,28 @@ NO_TIERS = TierStats(host_pages=0, host_used_pages=0)
 NO_ADAPTERS = AdapterStats(held=(), num_bytes=0, num_loads=0, num_dropped=0, load_s=0.0)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReplicaFacts:
-    """The facts of a replica that do not change while it runs."""
-
-    node_id: str
-    accelerator: str  # cpu, or cuda
-    attention: str  # the backend that runs
-    dtype: str  # of the weights
-    quantization: str  # none, or how the weights are rounded when they are loaded, or how the checkpoint stores them
-    context_len: int
-    tp: int
-    page_bytes: int  # of K and V, all ranks
-    page_size: int
-    kv_dtype: str
-    transfer_backend: str  # none, or nixl
-    start_times: Mapping[str, float]  # seconds by phase, as far as known
-
-
 def tell_replica(
     emitter: Emitter,
-    facts: ReplicaFacts,
+    facts: Mapping[str, str],
     stats: Callable[[], EngineStats],
     tallies: Callable[[], EngineTallies],
+    *,
+    page_bytes: int,
+    start_times: Mapping[str, float],
 ) -> None:
-    """Bind all metrics of a replica to ``emitter``. ``stats`` and ``tallies``: as of now, from any thread."""
+    """Bind all metrics of a replica to ``emitter``. ``facts``: the labels of replica_info, but for the number of pages;
+    ``stats`` and ``tallies``: as of now, from any thread; ``page_bytes``: of K and V, all ranks; ``start_times``:
+    seconds by phase, as far as known."""
 
     def read() -> Iterator[Told]:
         now, seen = stats(), tallies()
         tiers, adapters = now.tiers or NO_TIERS, now.adapters or NO_ADAPTERS
         for each in (now, tiers, adapters, seen):
             yield from _named(each)
-        yield from _facts(facts, now.pool)
+        yield "replica_info", {**facts, "num_pages": str(now.pool.num_pages)}, 1
+        yield from _each("replica_start_seconds", "phase", start_times)
         yield from _scheduler(now)
-        yield from _pool(now.pool, tiers, facts.page_bytes)
+        yield from _pool(now.pool, tiers, page_bytes)
         yield from _hits(now, tiers)
         told = {each.group: each for each in now.groups}
         for group in GROUPS:
@@ -86,25 +72,6 @@ def _device() -> Iterator[Told]:
     yield "replica_device_alloc_retries_total", {"device": found.device}, found.num_alloc_retries
     if found.utilization is not None:
         yield "replica_device_utilization_ratio", device, found.utilization
-
-
-def _facts(facts: ReplicaFacts, pool: PoolStats) -> Iterator[Told]:
-    labels = {
-        "node": facts.node_id,
-        "accelerator": facts.accelerator,
-        "attention": facts.attention,
-        "tensor_parallel": str(facts.tp),
-        "page_size_tokens": str(facts.page_size),
-        "num_pages": str(pool.num_pages),
-        "dtype": facts.dtype,
-        "quantization": facts.quantization,
-        "context_len_tokens": str(facts.context_len),
-        "kv_dtype": facts.kv_dtype,
-        "transfer_backend": facts.transfer_backend,
-    }
-    yield "replica_info", labels, 1
-    for phase, seconds in facts.start_times.items():
-        yield "replica_start_seconds", {"phase": phase}, seconds
 
 
 def _named(stats: object, **labels: str) -> Iterator[Told]:
@@ -183,25 +150,21 @@ def replica_emitter(
     identity = Identity(model=model, role=role.value, replica=replica_id)
     config = engine.config
     emitter = emitter_of(Process.REPLICA, identity, disaggregated=has_transfer, gpu=config.device == "cuda")
-    facts = ReplicaFacts(
-        node_id=node_id,
-        accelerator=config.device,
-        attention=engine.started.attention.name,
-        dtype=config.model.dtype,
-        quantization=_quantization(config.model),
-        context_len=config.model.context_len,
-        tp=config.parallel.tp,
-        page_bytes=page_bytes(config, engine.kv.store.size),
-        page_size=config.cache.page_size,
-        kv_dtype=config.kv_dtype,
-        transfer_backend="nixl" if has_transfer else "none",
-        start_times=engine.started.times,
-    )
-    tell_replica(emitter, facts, stats, tallies)
+    model_config = config.model
+    kept = None if model_config.stored is None else model_config.stored.products or model_config.stored.experts
+    plain = model_config.quantization == "none" and kept is not None
+    facts = {
+        "node": node_id,
+        "accelerator": config.device,
+        "attention": engine.started.attention.name,
+        "tensor_parallel": str(config.parallel.tp),
+        "page_size_tokens": str(config.cache.page_size),
+        "dtype": model_config.dtype,
+        "quantization": str(kept) if plain else model_config.quantization,  # as loaded, or as the checkpoint stores it
+        "context_len_tokens": str(model_config.context_len),
+        "kv_dtype": config.kv_dtype,
+        "transfer_backend": "nixl" if has_transfer else "none",
+    }
+    own_bytes = page_bytes(config, engine.kv.store.size)
+    tell_replica(emitter, facts, stats, tallies, page_bytes=own_bytes, start_times=engine.started.times)
     return emitter
-
-
-def _quantization(model: ModelConfig) -> str:
-    """Return how the weights are served: "none" of plain floats."""
-    kept = None if model.stored is None else model.stored.products or model.stored.experts
-    return model.quantization if model.quantization != "none" or kept is None else str(kept)

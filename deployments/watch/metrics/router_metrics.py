@@ -4,14 +4,13 @@ Owns:      which of the fleet's numbers is which metric, and what GET /metrics o
 Never:     reads the fleet on the scrape's thread: the event loop is asked. If it stays busy for longer than ANSWER_S,
            the scrape shows the answer before.
 Invariant: the series are of the current replicas: one that left is gone with the next scrape.
-Thread:    made on the router's event loop, as `FleetFigures` are; `read` runs on the scrape's.
+Thread:    made on the router's event loop, where `figures_of` runs; `read` runs on the scrape's.
 """
 
 import asyncio
 import concurrent.futures
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry
 
@@ -26,6 +25,7 @@ from deployments.watch.metrics.emitter import Emitter, Identity, Value, emitter_
 from deployments.watch.metrics.router_events import RouterEvents
 from deployments.watch.metrics.server import MetricsServer, ServedMetrics
 
+Told = tuple[str, Mapping[str, str], Value]
 ANSWER_S = 2.0
 STATES = ("starting", "accepting", "draining", "released", "silent", "unhealthy")
 NAMES = (
@@ -39,17 +39,6 @@ NAMES = (
 TENANTS = ("router_keys_file_failed", "tenant_requests_total", "tenant_tokens_total")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FleetFigures:
-    """What a router knows of its replicas at one moment."""
-
-    index_tokens: Mapping[str, tuple[int, int]]  # replica -> confirmed, only expected
-    report_age_s: Mapping[str, float]
-    replicas: Mapping[tuple[str, str], int]  # (role, state) -> how many
-    num_gaps: int
-    num_snapshots: int
-
-
 class RouterFigures:
     """The metrics ``NAMES`` of one router, bound on its event loop."""
 
@@ -57,23 +46,10 @@ class RouterFigures:
         self._fleet = fleet
         self._page_size = page_size
         self._loop = asyncio.get_running_loop()
-        self._last = figures_of(fleet, page_size=page_size)
+        self._last: Sequence[Told] = list(figures_of(fleet, page_size=page_size))
         emitter.tell(NAMES, self.read)
 
-    def read(self) -> Iterator[tuple[str, Mapping[str, str], Value]]:
-        now = self._ask()
-        for target, (confirmed, expected) in now.index_tokens.items():
-            yield "router_index_tokens", {"target": target, "source": "confirmed"}, confirmed
-            yield "router_index_tokens", {"target": target, "source": "expected"}, expected
-        for target, age_s in now.report_age_s.items():
-            yield "router_report_age_seconds", {"target": target}, age_s
-        for role in ROLES:
-            for state in STATES:
-                yield "router_replicas", {"target_role": role, "state": state}, now.replicas.get((role, state), 0)
-        yield "router_cache_event_gaps_total", {}, now.num_gaps
-        yield "router_cache_snapshots_total", {}, now.num_snapshots
-
-    def _ask(self) -> FleetFigures:
+    def read(self) -> Sequence[Told]:
         if not self._loop.is_running():
             return self._last
         asking = self._now()
@@ -88,23 +64,23 @@ class RouterFigures:
             asked.cancel()
         return self._last
 
-    async def _now(self) -> FleetFigures:
-        return figures_of(self._fleet, page_size=self._page_size)
+    async def _now(self) -> Sequence[Told]:
+        return list(figures_of(self._fleet, page_size=self._page_size))
 
 
-def figures_of(fleet: Fleet, *, page_size: int) -> FleetFigures:
+def figures_of(fleet: Fleet, *, page_size: int) -> Iterator[Told]:
     """Read the fleet as it is now."""
-    seen = fleet.seen()
-    return FleetFigures(
-        index_tokens={
-            target: (confirmed * page_size, expected * page_size)
-            for target, (confirmed, expected) in fleet.cache_pages().items()
-        },
-        report_age_s=fleet.report_ages_s(),
-        replicas=Counter((each.role, each.state) for each in seen),
-        num_gaps=fleet.sync.num_gaps,
-        num_snapshots=fleet.sync.num_snapshots,
-    )
+    for target, (confirmed, expected) in fleet.cache_pages().items():
+        yield "router_index_tokens", {"target": target, "source": "confirmed"}, confirmed * page_size
+        yield "router_index_tokens", {"target": target, "source": "expected"}, expected * page_size
+    for target, age_s in fleet.report_ages_s().items():
+        yield "router_report_age_seconds", {"target": target}, age_s
+    replicas = Counter((each.role, each.state) for each in fleet.seen())
+    for role in ROLES:
+        for state in STATES:
+            yield "router_replicas", {"target_role": role, "state": state}, replicas[role, state]
+    yield "router_cache_event_gaps_total", {}, fleet.sync.num_gaps
+    yield "router_cache_snapshots_total", {}, fleet.sync.num_snapshots
 
 
 ROLE = "router"

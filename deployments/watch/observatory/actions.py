@@ -32,7 +32,7 @@ from deployments.places import shown_path
 from deployments.tenancy.keys import KEY_VARIABLE
 from deployments.watch import process
 from deployments.watch.observatory.fan_in import Fetch, fetch_text
-from deployments.watch.observatory.parts import parts_of
+from deployments.watch.observatory.parts import number_in, parts_of
 from deployments.watch.observatory.serve_details import Listed
 from replicas.errors import Fault, InvalidRequest, MantaError
 
@@ -218,10 +218,8 @@ def routes(actions: Actions) -> APIRouter:
 
     @router.get("/{replica_id}/logs", dependencies=guarded)
     async def logs(replica_id: str, request: Request) -> dict[str, Any]:
-        given = request.query_params.get("lines", str(LINES))
-        if not (given.isascii() and given.isdecimal() and len(given) < 6 and 0 < int(given) <= MOST_LINES):
-            raise InvalidRequest(f"lines: must be a number from 1 to {MOST_LINES}, got {given[:40]!r}", param="lines")
-        return await actions.log_lines(replica_id, int(given))
+        num_lines = number_in(request, "lines", LINES, least=1, most=MOST_LINES)
+        return await actions.log_lines(replica_id, num_lines)
 
     @router.get("/{replica_id}/stacks", dependencies=guarded)
     async def stacks(replica_id: str) -> dict[str, Any]:

@@ -18,14 +18,12 @@ from deployments.http.http_errors import RETRY_AFTER_S, error_body
 from deployments.watch.observatory.actions import Actions, routes
 from deployments.watch.observatory.fan_in import CONTENT_TYPE, gather, service_discovery
 from deployments.watch.observatory.pages import open_pages, pages
-from deployments.watch.observatory.parts import Parts, admit, ask_for_key, parts_of
+from deployments.watch.observatory.parts import Parts, admit, ask_for_key, number_in, parts_of
 from deployments.watch.observatory.watch import NoRouter
 from replicas.cache.tree_view import MAX_DEPTH
-from replicas.errors import InvalidRequest
 
 api = APIRouter()
 MOST_TOKENS = 1 << 40
-MOST_DIGITS = 20  # of a number in a query
 UNHEARD = "no router has answered in the last 30 s: who serves metrics is not known"
 NOT_KEPT = {"Cache-Control": "no-store"}
 ZIPPED = {**NOT_KEPT, "Content-Encoding": "gzip", "Vary": "Accept-Encoding"}
@@ -52,7 +50,7 @@ async def metrics(request: Request) -> Response:
 @api.get("/api/state")
 async def state(request: Request) -> Response:
     """Answer with what changed since version ``since``; without it with all. Raises: InvalidRequest."""
-    since = _number(request, "since", 0, least=0, most=MOST_TOKENS)
+    since = number_in(request, "since", 0, least=0, most=MOST_TOKENS)
     zipped = "gzip" in request.headers.get("accept-encoding", "")
     body = parts_of(request).state.answer(since, zipped=zipped, now_s=time.monotonic())
     return Response(body, media_type="application/json", headers=ZIPPED if zipped else NOT_KEPT)
@@ -61,14 +59,14 @@ async def state(request: Request) -> Response:
 @api.get("/api/history")
 async def history(request: Request) -> Response:
     """Raises: InvalidRequest."""
-    span_s = _number(request, "span_s", 3600, least=1, most=3600)
+    span_s = number_in(request, "span_s", 3600, least=1, most=3600)
     return JSONResponse(parts_of(request).state.history(span_s), headers=NOT_KEPT)
 
 
 @api.get("/api/events")
 async def events(request: Request) -> Response:
     """Answer with the events of the last hour after number ``since``, the oldest first. Raises: InvalidRequest."""
-    since = _number(request, "since", 0, least=0, most=MOST_TOKENS)
+    since = number_in(request, "since", 0, least=0, most=MOST_TOKENS)
     return JSONResponse({"events": parts_of(request).state.feed.body(since=since)}, headers=NOT_KEPT)
 
 
@@ -77,8 +75,8 @@ async def tree(request: Request) -> Response:
     """Raises: InvalidRequest; NoRouter, ReplicaGone."""
     parts = parts_of(request)
     replica_id = request.query_params.get("replica", "")
-    depth = _number(request, "depth", 6, least=1, most=MAX_DEPTH)
-    min_tokens = _number(request, "min_tokens", 0, least=0, most=MOST_TOKENS)
+    depth = number_in(request, "depth", 6, least=1, most=MAX_DEPTH)
+    min_tokens = number_in(request, "min_tokens", 0, least=0, most=MOST_TOKENS)
     if not parts.state.knows(replica_id):
         known = ", ".join(parts.state.replica_ids) or "none"
         message = f"replica: there is no replica {replica_id[:200]!r}; there are: {known}"
@@ -104,16 +102,6 @@ async def request_(request: Request, rid: str) -> Response:
         return JSONResponse({"row": shown, "page_keys": [], "route": None}, headers=NOT_KEPT)
     message = f"no router keeps a request {rid[:200]!r}: each keeps its last 1,000 until it ends"
     return JSONResponse(error_body(message, status=404, code="request_not_found"), status_code=404)
-
-
-def _number(request: Request, name: str, default: int, *, least: int, most: int) -> int:
-    given = request.query_params.get(name)
-    if given is None:
-        return default
-    is_number = given.isascii() and given.isdecimal() and len(given) <= MOST_DIGITS
-    if not is_number or not least <= int(given) <= most:
-        raise InvalidRequest(f"{name}: must be a number from {least} to {most}, got {given[:40]!r}", param=name)
-    return int(given)
 
 
 def make_app(parts: Parts, *, browsers: BrowserRules | None = None, actions: Actions | None = None) -> FastAPI:

@@ -25,9 +25,11 @@ from deployments.watch.observatory.page_files import PageFile
 from deployments.watch.observatory.state import State
 from deployments.watch.observatory.trees import Trees
 from deployments.watch.observatory.watch import Routers
+from replicas.errors import InvalidRequest
 
 COOKIE = "manta_observatory"
 LASTS_S = 12 * 3600  # a login
+MOST_DIGITS = 20  # of a number in a query
 
 
 class AdminKey:
@@ -100,6 +102,17 @@ def parts_of(request: HTTPConnection) -> Parts:
     parts = request.app.state.parts
     assert isinstance(parts, Parts)
     return parts
+
+
+def number_in(request: Request, name: str, default: int, *, least: int, most: int) -> int:
+    """Return a number of the query. Raises: InvalidRequest."""
+    given = request.query_params.get(name)
+    if given is None:
+        return default
+    is_number = given.isascii() and given.isdecimal() and len(given) <= MOST_DIGITS
+    if not is_number or not least <= int(given) <= most:
+        raise InvalidRequest(f"{name}: must be a number from {least} to {most}, got {given[:40]!r}", param=name)
+    return int(given)
 
 
 async def admit(request: Request) -> None:

@@ -9,7 +9,8 @@ import json
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 from deployments.places import is_loopback, proxies_of
@@ -17,6 +18,9 @@ from deployments.places import is_loopback, proxies_of
 TIMEOUT_S = 10.0
 ANSWER_TIMEOUT_S = 600.0  # between two parts of an answer: it may wait in a queue
 NOT_THERE, UNREACHABLE, REFUSED = 1, 3, 4  # exit statuses; 2 is argparse's
+
+
+Refused = Callable[[urllib.error.HTTPError], "Unanswered"]
 
 
 class Unanswered(Exception):
@@ -34,10 +38,7 @@ class Unanswered(Exception):
 
 def state(url: str, key: str | None, *, since: int = 0) -> dict[str, Any]:
     """Return the observatory's state; of requests and history what came after version ``since``. Raises: Unanswered."""
-    try:
-        found = _get(f"{_observatory(url)}/api/state?since={since}", key)
-    except urllib.error.HTTPError as error:
-        raise _refused(error, url, key) from error
+    found = _get(f"{_observatory(url)}/api/state?since={since}", key, refused=partial(_refused, url=url, key=key))
     if "version" not in found:
         raise _not_manta(url)
     return found
@@ -78,87 +79,67 @@ def replica(url: str, replica_id: str, key: str | None, *, action: str = "") -> 
 
 def keys(url: str, key: str | None) -> dict[str, Any]:
     """Return the keys of the routers' file, and their use. Raises: Unanswered."""
-    try:
-        return _get(f"{_base(url)}/keys", key)
-    except urllib.error.HTTPError as error:
-        raise _refused(error, url, key) from error
+    return _get(f"{_base(url)}/keys", key, refused=partial(_refused, url=url, key=key))
 
 
 def uncached(url: str, last_s: float, key: str | None) -> dict[str, Any]:
     """Return why prompts of the last ``last_s`` seconds were not cached. Raises: Unanswered."""
-    try:
-        return _get(f"{_base(url)}/uncached?last={last_s:g}", key)
-    except urllib.error.HTTPError as error:
-        raise _refused(error, url, key) from error
+    return _get(f"{_base(url)}/uncached?last={last_s:g}", key, refused=partial(_refused, url=url, key=key))
 
 
-def adapters(url: str, key: str | None) -> dict[str, Any]:
-    """Return the adapters that have names, and where they are. Raises: Unanswered."""
-    return _of_adapters(url, "/adapters", key)
-
-
-def change_adapter(url: str, action: str, key: str | None, body: Mapping[str, Any]) -> None:
-    """``load`` an adapter under a name, or ``unload`` one. Raises: Unanswered."""
-    _of_adapters(url, f"/{action}_lora_adapter", key, body)
-
-
-def _of_adapters(url: str, path: str, key: str | None, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    try:
-        return _get(f"{_base(url)}{path}", key, body, timeout_s=ANSWER_TIMEOUT_S)
-    except urllib.error.HTTPError as error:
-        if error.code in (401, 403):
-            raise _key_refused(url, key) from error
-        status = UNREACHABLE if error.code >= 429 else NOT_THERE
-        raise Unanswered(f"{url} answers {error.code}: {_error(error)[1] or error.reason}", status) from error
+def adapters(url: str, key: str | None, action: str = "", body: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Return the adapters that have names, and where they are; or do the ``action``: ``load`` the one of ``body`` under
+    a name, or ``unload`` one. Raises: Unanswered."""
+    path, refused = f"/{action}_lora_adapter" if action else "/adapters", partial(_adapter_refused, url=url, key=key)
+    return _get(f"{_base(url)}{path}", key, body, timeout_s=ANSWER_TIMEOUT_S, refused=refused)
 
 
 def first_model(url: str, key: str | None) -> str:
     """Return the name of the model that is served. Raises: Unanswered."""
+    found = _get(f"{_base(url)}/v1/models", key, refused=partial(_chat_refused, url=url, key=key))
     try:
-        return str(_get(f"{_base(url)}/v1/models", key)["data"][0]["id"])
-    except urllib.error.HTTPError as error:
-        raise _chat_refused(error, url, key) from error
+        return str(found["data"][0]["id"])
     except (KeyError, IndexError, TypeError) as error:
         raise Unanswered(f"{url} lists no model: check --url", NOT_THERE) from error
 
 
 def batches(url: str, key: str | None) -> list[dict[str, Any]]:
     """Return the last batches of ``key``, the newest first. Raises: Unanswered."""
-    try:
-        return list(_get(f"{_base(url)}/v1/batches?limit=100", key)["data"])
-    except urllib.error.HTTPError as error:
-        raise _chat_refused(error, url, key) from error
+    found = _get(f"{_base(url)}/v1/batches?limit=100", key, refused=partial(_chat_refused, url=url, key=key))
+    return list(found["data"])
 
 
 def batch(url: str, batch_id: str, key: str | None, *, cancel: bool = False) -> dict[str, Any]:
     """Return one batch of ``key``, or have it end. Raises: Unanswered."""
-    path = f"{_base(url)}/v1/batches/{urllib.parse.quote(batch_id, safe='')}"
-    try:
-        return _get(f"{path}/cancel", key, {}) if cancel else _get(path, key)
-    except urllib.error.HTTPError as error:
-        raise _chat_refused(error, url, key) from error
+    path = f"{_base(url)}/v1/batches/{urllib.parse.quote(batch_id, safe='')}{'/cancel' * cancel}"
+    return _get(path, key, {} if cancel else None, refused=partial(_chat_refused, url=url, key=key))
 
 
 @contextlib.contextmanager
 def answer(url: str, body: Mapping[str, Any], key: str | None) -> Iterator[tuple[Mapping[str, str], Iterator[bytes]]]:
     """Send a chat request. Gives: the answer's headers, and its lines as they come. Raises: Unanswered."""
-    try:
-        with (
-            _understood(url),
-            _open(f"{_base(url)}/v1/chat/completions", key, body, timeout_s=ANSWER_TIMEOUT_S) as opened,
-        ):
-            yield opened.headers, iter(opened)
-    except urllib.error.HTTPError as error:
-        raise _chat_refused(error, url, key) from error
+    refused = partial(_chat_refused, url=url, key=key)
+    with (
+        _understood(url, refused),
+        _open(f"{_base(url)}/v1/chat/completions", key, body, timeout_s=ANSWER_TIMEOUT_S) as opened,
+    ):
+        yield opened.headers, iter(opened)
 
 
 def _chat_refused(error: urllib.error.HTTPError, url: str, key: str | None) -> Unanswered:
-    said = _error(error)[1] or str(error.reason)
     if error.code in (401, 403):
         wrong = "the API key is wrong" if key else "an API key is asked for"
         advice = "give it in MANTA_API_KEY, or name a file that holds it: --key-file"
         return Unanswered(f"{url}: {wrong}; {advice}", REFUSED)
-    return Unanswered(f"{url} answers {error.code}: {said}", UNREACHABLE if error.code >= 429 else NOT_THERE)
+    return _answers(error, url, UNREACHABLE if error.code >= 429 else NOT_THERE)
+
+
+def _adapter_refused(error: urllib.error.HTTPError, url: str, key: str | None) -> Unanswered:
+    return _key_refused(url, key) if error.code in (401, 403) else _chat_refused(error, url, key)
+
+
+def _answers(error: urllib.error.HTTPError, url: str, status: int) -> Unanswered:
+    return Unanswered(f"{url} answers {error.code}: {_error(error)[1] or error.reason}", status)
 
 
 def _base(url: str) -> str:
@@ -188,11 +169,12 @@ def _observatory(url: str) -> str:
 
 
 def _get(
-    url: str, key: str | None = None, body: Mapping[str, Any] | None = None, *, timeout_s: float = TIMEOUT_S
-) -> dict[str, Any]:
-    """Fetch JSON, with a ``body`` by POST. Raises: HTTPError for an error answer; Unanswered for none, or one that is
-    not Manta's."""
-    with _understood(url), _open(url, key, body, timeout_s=timeout_s) as answer:
+    url: str, key: str | None = None, body: Mapping[str, Any] | None = None, *, timeout_s: float = TIMEOUT_S,
+    refused: Refused | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """Fetch JSON, with a ``body`` by POST. Raises: Unanswered for no answer, or one that is not Manta's; what
+    ``refused`` makes of an error answer, without it HTTPError."""
+    with _understood(url, refused), _open(url, key, body, timeout_s=timeout_s) as answer:
         found = json.load(answer)
     if not isinstance(found, dict):
         raise _not_manta(_parts(url)[0])
@@ -218,12 +200,15 @@ def opened(asked: urllib.request.Request, *, timeout_s: float, is_ours: bool = F
 
 
 @contextlib.contextmanager
-def _understood(url: str) -> Iterator[None]:
-    """Raise Unanswered for an error on the way to ``url``; an error answer (HTTPError) stays what it is."""
+def _understood(url: str, refused: Refused | None = None) -> Iterator[None]:
+    """Raise Unanswered for an error on the way to ``url``, and for an error answer what ``refused`` makes of it;
+    without that it stays what it is (HTTPError)."""
     try:
         yield
-    except urllib.error.HTTPError:
-        raise
+    except urllib.error.HTTPError as error:
+        if refused is None:
+            raise
+        raise refused(error) from error
     except (OSError, http.client.IncompleteRead) as error:  # RemoteDisconnected is both kinds
         reason = getattr(error, "reason", None) or str(error) or type(error).__name__
         host = urllib.parse.urlsplit(url).hostname or ""
@@ -260,7 +245,7 @@ def _refused(error: urllib.error.HTTPError, url: str, key: str | None) -> Unansw
             "file (see serve_config.yaml of the project), or give its whole address with --url",
             NOT_THERE,
         )
-    return Unanswered(f"{url} answers {error.code}: {_error(error)[1] or error.reason}", UNREACHABLE)
+    return _answers(error, url, UNREACHABLE)
 
 
 def _key_refused(url: str, key: str | None) -> Unanswered:

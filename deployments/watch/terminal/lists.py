@@ -41,7 +41,7 @@ def adapters(
         "unload": {"lora_name": name},
     }
     if action in bodies:
-        ask.change_adapter(url, action, key, bodies[action])
+        ask.adapters(url, key, action, bodies[action])
     found = ask.adapters(url, key)
     rows = [adapter_row(each) for each in found["adapters"]]
     print(json.dumps(found) if as_json else _table(rows, "no adapter has a name: see docs/adapters.md"))

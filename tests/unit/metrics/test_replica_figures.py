@@ -1,13 +1,14 @@
 """An engine's statistics as metrics."""
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
 
 from dashboards.catalog import POOL_STATES, Process
 from deployments.watch.metrics.emitter import Emitter, Identity
-from deployments.watch.metrics.replica_metrics import ReplicaFacts, tell_replica
+from deployments.watch.metrics.replica_metrics import tell_replica
 from kvtransfer.types import TransferStats
 from replicas.loading import device
 from replicas.loading.device import GpuFigures, gpu_figures
@@ -17,20 +18,12 @@ from tests.pair import Pair
 from tests.scraped import Scraped
 from tests.unit.deployments.sample_values import stats
 
-FACTS = ReplicaFacts(
-    node_id="n1",
-    accelerator="cpu",
-    attention="triton",
-    dtype="bfloat16",
-    quantization="int8",
-    context_len=8192,
-    tp=3,
-    page_bytes=1000,
-    page_size=16,
-    kv_dtype="float32",
-    transfer_backend="none",
-    start_times={"load_weights": 1.5, "total": 4.0},
-)
+FACTS = {
+    "node": "n1", "accelerator": "cpu", "attention": "triton", "tensor_parallel": "3", "page_size_tokens": "16",
+    "dtype": "bfloat16", "quantization": "int8", "context_len_tokens": "8192", "kv_dtype": "float32",
+    "transfer_backend": "none",
+}  # fmt: skip
+MORE: dict[str, Any] = {"page_bytes": 1000, "start_times": {"load_weights": 1.5, "total": 4.0}}
 POOL = PoolStats(
     page_size=16, num_pages=100, free_pages=40, evictable_pages=30, protected_pages=20, reserved_pages=7,
     quarantined_pages=3,
@@ -45,7 +38,7 @@ def tallies() -> EngineTallies:
 def scrape(now: EngineStats, seen: EngineTallies | None = None) -> Scraped:
     who = Identity(model="m", role="unified", replica="r0")
     emitter = Emitter(Process.REPLICA, who, disaggregated=now.transfer is not None)
-    tell_replica(emitter, FACTS, lambda: now, lambda: seen if seen is not None else tallies())
+    tell_replica(emitter, FACTS, lambda: now, lambda: seen if seen is not None else tallies(), **MORE)
     return Scraped(emitter.registry)
 
 
@@ -133,7 +126,7 @@ def test_a_gpus_memory_and_use_are_told_by_themselves(monkeypatch: pytest.Monkey
     found = [GpuFigures(device="cuda:0", utilization=0.25, **numbers)]
     monkeypatch.setattr(device, "gpu_figures", lambda: found.pop())
     emitter = Emitter(Process.REPLICA, Identity(model="m", role="unified", replica="r0"), gpu=True)
-    tell_replica(emitter, FACTS, stats, tallies)
+    tell_replica(emitter, FACTS, stats, tallies, **MORE)
     for _ in range(2):  # the second time it raises: there is no figure left
         seen = Scraped(emitter.registry)
         told = seen.values("replica_device_memory_bytes", "kind")
