@@ -74,6 +74,10 @@ CREATE TABLE IF NOT EXISTS entries (
 CREATE TABLE IF NOT EXISTS rooms (
     file TEXT PRIMARY KEY, owner TEXT NOT NULL, bytes INTEGER NOT NULL, until REAL NOT NULL);
 """
+NOT_RUN = """
+SELECT number, start, size, custom_id FROM lines
+WHERE batch = ?1 AND number NOT IN (SELECT number FROM entries WHERE batch = ?1) ORDER BY place
+"""
 _OWN = f"""
 SELECT owner, MAX(bytes, {LEAST_BYTES}) AS bytes FROM files UNION ALL SELECT owner, bytes FROM rooms
 """  # beside the database
@@ -339,12 +343,7 @@ class BatchStore:
     def to_run(self, batch_id: str) -> list[Line]:
         """List the requests of a batch that have no entry yet, in the order in which to run them."""
         with self._open() as db:
-            rows = db.execute(
-                "SELECT number, start, size, custom_id FROM lines WHERE batch = ?1 AND number NOT IN "
-                "(SELECT number FROM entries WHERE batch = ?1) ORDER BY place",
-                (batch_id,),
-            )
-            return [Line(*row) for row in rows]
+            return [Line(*row) for row in db.execute(NOT_RUN, (batch_id,))]
 
     def add_entries(self, batch: Row, entries: Iterable[LineEntry]) -> None:
         """Keep what lines have become; of a line that has an entry nothing is changed."""
@@ -358,11 +357,7 @@ class BatchStore:
             if not self._may_go_on(db, batch, "validating", "in_progress"):
                 return
             if ends_as == "expired":
-                rows = db.execute(
-                    "SELECT number, start, size, custom_id FROM lines WHERE batch = ?1 AND number NOT IN "
-                    "(SELECT number FROM entries WHERE batch = ?1)",
-                    (batch["id"],),
-                ).fetchall()
+                rows = db.execute(NOT_RUN, (batch["id"],)).fetchall()
                 why = "the batch's completion window was over before this line was answered"
                 self._insert_entries(db, batch, (not_run(row[0], row[3], "batch_expired", why) for row in rows))
             db.execute(

@@ -28,7 +28,7 @@ from deployments.output.reasoning import ReasoningCount
 from deployments.output.tools import ToolUse, tool_use
 from deployments.output.validation import FormAsked, SchemaPromise
 from replicas.errors import InvalidRequest
-from replicas.types import FinishReason, GenerateRequest, TokenDelta, TokenIds
+from replicas.types import FinishReason, GenerateRequest, TokenDelta
 
 router = APIRouter(route_class=Route)
 # arguments of `Service.encode_chat` and `Tokenizer.chat` beside the template's variables
@@ -168,8 +168,10 @@ async def prepare(request: Request, body: ChatRequest, name: str, *, most_tokens
         request.state.arrival.parts = service.dispatcher.prompts.parts(body.messages, tools)
     has_parts, thought = use is not None or output.reasoning is not None, Thought()
     if has_parts:
-        last_tokens = partial(_last_tokens, service, ids)
-        thought = output.thought(last_tokens, len(ids), continues=options["continue_final_message"])
+        thought = output.thought(
+            lambda length: service.tokenizer.decode(ids[-length:], skip_special_tokens=False), len(ids),
+            continues=options["continue_final_message"],
+        )  # fmt: skip
     held = await held_to(request, body, use, thought) if use is not None or asks_form(body) else FormAsked()
     sampling = openai_sampling(
         body, service.model.sampling, max_new_tokens=limit, masks=masks, constraint=held.constraint,
@@ -183,10 +185,6 @@ async def prepare(request: Request, body: ChatRequest, name: str, *, most_tokens
         job=job, request=asked, use=use, new_reading=_reading(service, body, use, thought) if has_parts else None,
         promise=held.promise, calls_of=f"{opening_of(request).digits}-{name}",
     )  # fmt: skip
-
-
-def _last_tokens(service: Service, ids: TokenIds, length: int) -> str:
-    return service.tokenizer.decode(ids[-length:], skip_special_tokens=False)
 
 
 def _reading(service: Service, body: ChatRequest, use: ToolUse | None, thought: Thought) -> Callable[[], ChoiceReading]:

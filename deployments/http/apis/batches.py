@@ -211,22 +211,21 @@ async def list_files(request: Request) -> Response:
 @router.get("/v1/files/{file_id}", **gives("OpenAI's `file`", 404, 503, 507))
 async def retrieve_file(request: Request, file_id: PathName) -> Response:
     """Show what is known of a file."""
-    return JSONResponse(_file(await _file_row(request, file_id)))
+    return JSONResponse(_file(await _row(request, _store(request).file, file_id)))
 
 
 @router.get("/v1/files/{file_id}/content", response_class=FileContent, **gives(None, 404, 503, 507))
 async def file_content(request: Request, file_id: PathName) -> Response:
     """Send a file's content."""
-    row = await _file_row(request, file_id)
-    return FileContent(_store(request).path(row["id"]), media_type=FileContent.media_type)
+    store = _store(request)
+    row = await _row(request, store.file, file_id)
+    return FileContent(store.path(row["id"]), media_type=FileContent.media_type)
 
 
 @router.delete("/v1/files/{file_id}", **gives("That the file is deleted, as OpenAI says it", 404, 409, 503, 507))
 async def delete_file(request: Request, file_id: PathName) -> Response:
     """Delete a file that no open batch reads."""
-    store = _store(request)
-    if not await _call(request, store.delete_file, caller_of(request).name, file_id):
-        raise _no(file_id, "file")
+    await _row(request, _store(request).delete_file, file_id)
     return JSONResponse({"id": file_id, "object": "file", "deleted": True})
 
 
@@ -266,19 +265,13 @@ async def list_batches(request: Request) -> Response:
 @router.get("/v1/batches/{batch_id}", **gives("OpenAI's `batch`", 404, 503, 507))
 async def retrieve_batch(request: Request, batch_id: PathName) -> Response:
     """Show how far a batch is."""
-    row = await _call(request, _store(request).batch, caller_of(request).name, batch_id)
-    if row is None:
-        raise _no(batch_id, "batch")
-    return JSONResponse(batch_body(row))
+    return JSONResponse(batch_body(await _row(request, _store(request).batch, batch_id, what="batch")))
 
 
 @router.post("/v1/batches/{batch_id}/cancel", **gives("OpenAI's `batch`", 404, 503, 507))
 async def cancel_batch(request: Request, batch_id: PathName) -> Response:
     """End a batch, unless it has ended; what is answered becomes its output."""
-    row = await _call(request, _store(request).cancel, caller_of(request).name, batch_id)
-    if row is None:
-        raise _no(batch_id, "batch")
-    return JSONResponse(batch_body(row))
+    return JSONResponse(batch_body(await _row(request, _store(request).cancel, batch_id, what="batch")))
 
 
 def batch_body(row: Row) -> dict[str, Any]:
@@ -314,15 +307,12 @@ def _store(request: Request) -> BatchStore:
     return store
 
 
-async def _file_row(request: Request, file_id: str) -> Row:
-    row = await _call(request, _store(request).file, caller_of(request).name, file_id)
-    if row is None:
-        raise _no(file_id, "file")
-    return row
-
-
-def _no(name: str, what: str) -> NotThere:
-    return NotThere(f"there is no {what} {name[:200]!r} of this key")
+async def _row(request: Request, call: Callable[[str, str], T | None], name: str, *, what: str = "file") -> T:
+    """Make a call of the store for one file or batch of this key. Raises: NotThere, and as `_call`."""
+    found = await _call(request, call, caller_of(request).name, name)
+    if not found:
+        raise NotThere(f"there is no {what} {name[:200]!r} of this key")
+    return found
 
 
 def _limit(request: Request, default: int, most: int) -> int:

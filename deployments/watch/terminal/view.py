@@ -153,7 +153,8 @@ class View:
         """Draw a screen of ``width`` x ``height`` characters."""
         screen = Layout()
         head = [Layout(self._head(), size=HEAD), Layout(self._figures(width), size=FIGURES)]
-        foot = Layout(Text(self._foot(), style="bright_black", no_wrap=True, overflow="ellipsis"), size=1)
+        keys = KEYS if self._over is None else "any key goes back  q quit"
+        foot = Layout(Text(keys, style="bright_black", no_wrap=True, overflow="ellipsis"), size=1)
         if self._over is not None:
             screen.split_column(head[0], Layout(self._over), foot)
             return screen
@@ -231,9 +232,6 @@ class View:
 
     def _sorted(self, name: str) -> list[Row]:
         return sorted(self._state[name], key=self._orders(name)[self._places[name].order][1])
-
-    def _foot(self) -> str:
-        return "any key goes back  q quit" if self._over is not None else KEYS
 
 
 def heading(state: Row) -> str:
