@@ -41,7 +41,7 @@ def limit_rows(options: argparse.Namespace) -> list[Row]:
     rows: list[Row] = []
     for _ in range(1 if options.quick else 3):
         limits.sample()  # one sample in a busy moment would spoil every share
-    for part in (decode_rows, shared_rows, kv_dtype_rows, extend_rows, elementwise_rows):
+    for part in (decode_rows, extend_rows, elementwise_rows):
         limits.sample()
         rows += part(limits, options.threads, quick=options.quick)
     limits.sample()
@@ -63,48 +63,10 @@ def decode_rows(limits: Limits, threads: int, *, quick: bool) -> list[Row]:
     return table.rows
 
 
-def shared_rows(limits: Limits, threads: int, *, quick: bool) -> list[Row]:
-    """Measure a prefix that all requests have in common, read for each and read once."""
-    table = Table("decode over a shared prefix and 64 tokens of one's own, a layer")
-    shapes = ((2, 128), (2, 1024), (8, 128), (8, 1024), (32, 1024))
-    for batch, shared in shapes[:1] if quick else shapes:
-        step = decode_step(batch, shared + 64, shared=[(list(range(batch)), shared)])
-        together = attention_s(step, threads)
-        step.batch.prefix_groups = ()
-        apart = statistics.median(attention_s(step, threads))
-        rates = [4 * batch * NUM_HEADS * HEAD_DIM * (shared + 64) / t / 1e9 for t in together]
-        note = f"{1e6 * statistics.median(together):.0f} us; each by itself {1e6 * apart:.0f} us"
-        name = f"{batch} requests, {shared:,} shared"
-        table.add(name, rates, "GFLOP/s", limit=limits.median_flops / 1e9, note=note)
-    return table.rows
-
-
-def kv_dtype_rows(limits: Limits, threads: int, *, quick: bool) -> list[Row]:
-    """Measure the same decode step over narrower pools; the share is that of the bytes which are then read."""
-    batch = 4 if quick else 32
-    table, exact = Table(f"decode attention by cache.kv_dtype, batch {batch} x 1,100 tokens, a layer"), 0.0
-    for kv_dtype, token_bytes in (("float32", 1536), ("bfloat16", 768), ("int8", 408), ("fp8", 408), ("fp8_e5m2", 408)):
-        times = attention_s(decode_step(batch, 1100, kv_dtype=kv_dtype), threads)
-        median = statistics.median(times)
-        exact = exact or median
-        rates = [batch * 1100 * token_bytes / t / 1e9 for t in times]
-        note = f"{1e6 * median:.0f} us, {exact / median:.2f} x"
-        table.add(kv_dtype, rates, "GB/s", limit=limits.median_bandwidth / 1e9, note=note)
-    return table.rows
-
-
-def decode_step(
-    batch: int,
-    context: int,
-    *,
-    page_size: int = 16,
-    shared: Sequence[tuple[list[int], int]] = (),
-    kv_dtype: str = "float32",
-) -> Step:
+def decode_step(batch: int, context: int, *, page_size: int = 16) -> Step:
     """Return ``batch`` requests of ``context`` tokens, the new one included; fewer layers where memory is too small."""
     layers = min(NUM_LAYERS, max(1, int(MAX_KV_BYTES / (batch * context * TOKEN_BYTES))))
-    lengths = [(context - 1, 1)] * batch
-    return make_step(lengths, num_layers=layers, page_size=page_size, shared=shared, kv_dtype=kv_dtype)
+    return make_step([(context - 1, 1)] * batch, num_layers=layers, page_size=page_size)
 
 
 def extend_rows(limits: Limits, threads: int, *, quick: bool) -> list[Row]:
@@ -117,13 +79,6 @@ def extend_rows(limits: Limits, threads: int, *, quick: bool) -> list[Row]:
         name = f"{len(lengths)} x {lengths[0][1]:,} new tokens over {lengths[0][0]:,}"
         rates = [flops / t / 1e9 for t in times]
         table.add(name, rates, "GFLOP/s", limit=limits.median_flops / 1e9, target=">= 70 %")
-    for new in () if quick else (8, 32):
-        step = make_step([(1024, new)] * 8, num_layers=NUM_LAYERS, shared=[(list(range(8)), 1024)])
-        together = attention_s(step, threads)
-        step.batch.prompt_groups = ()
-        apart = statistics.median(attention_s(step, threads))
-        note = f"each by itself {1e6 * apart:.0f} us"
-        table.add(f"8 x {new} new tokens over one prefix of 1,024", [1e6 * t for t in together], "us", note=note)
     return table.rows
 
 
