@@ -32,6 +32,14 @@ def feed(capacity: int = 100, *, still_open: frozenset[int] = frozenset()) -> tu
     return Feed(index, 0, still_open.__contains__), index
 
 
+def test_an_event_counts_once_and_an_old_snapshot_not_at_all() -> None:
+    f, index = feed()
+    f.apply([KeysStored(1, keys(1)), KeysCleared(2), KeysStored(3, keys(3))])
+    assert f.apply([KeysStored(1, keys(1))])
+    assert f.apply_snapshot(IndexSnapshot(1, keys(1)))
+    assert index.pages(0) == {3}
+
+
 def test_a_flush_leaves_what_was_sent_and_has_not_begun() -> None:
     """A replica flushes only while nothing is open there: a decision that is, has yet to arrive."""
     f, index = feed(still_open=frozenset({0}))
