@@ -1,4 +1,4 @@
-"""The playground over a real API: a router, two replicas of the embedded model, and the page at the same origin.
+"""The playground over a real API: a router, two replicas of the short model, and the page at the same origin.
 
 The state that the page polls is a fake fleet's, with the replicas and the requests of the real router.
 """
@@ -33,7 +33,7 @@ from replicas.engine.loop import EngineLoop
 from replicas.launch import EngineSettings, load_engine
 from replicas.scheduler.plan import PendingStep, StepPlan
 from tests.browser.chromium import Page
-from tests.embedded import MODEL
+from tests.embedded import short_model
 from tests.fake_fleet import FakeFleet
 from tests.fake_observatory import POLICY
 from tests.unit.deployments.in_process import House, changed_rows
@@ -131,7 +131,7 @@ def site() -> Iterator[tuple[str, Site]]:
     loop = EngineLoop(
         load_engine(
             EngineSettings(
-                model=MODEL, cache=CacheConfig(max_total_tokens=4000), num_threads=2, record_events=True
+                model=short_model(), cache=CacheConfig(max_total_tokens=4000), num_threads=2, record_events=True
             )
         )
     )
