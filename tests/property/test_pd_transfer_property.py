@@ -2,12 +2,14 @@
 once, with the answer of one engine, and no page is lost, shared or reused too early on either side.
 
 The wire checks that a page that is sent does not change before it was read, and is not free; that one that is written
-to is neither free nor in the prefix cache; and late writes of failed rooms leave garbage.
+to is neither free nor in the prefix cache; and late writes of failed rooms leave garbage. The stages that a request
+reports are never negative, and sum to its time.
 """
 
 import random
 from dataclasses import dataclass
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -75,17 +77,39 @@ def test_every_request_ends_once_with_the_answer_of_one_engine(
         overlap=overlap,
     )
     asked: dict[tuple[int, str], Asked] = {}
-    rng = random.Random(seed)
+    rng, stages = random.Random(seed), Stages(pair)
     for number, (where, prefix, tail, length, n) in enumerate(requests):
+        stages.arrived_s[f"r{number}"] = pair.clock.now_s
         arrive(pair, f"r{number}", where, Asked([*PREFIXES[prefix], *tail], length, n), asked)
         for _ in range(rng.randrange(12)):
             disturb(pair, rng, sorted(rid for _, rid in asked))
-    settle(pair)
+            stages.watch()
+    settle(pair, stages)
     both = (pair.prefill, pair.decode)
     for (side, rid), owed in asked.items():
         for index in range(owed.num_choices):
             check_answer(both[side], rid, index, owed)
     assert pair.at_rest
+
+
+class Stages:
+    """What requests say of their time, held against the clock when they end."""
+
+    def __init__(self, pair: Pair) -> None:
+        self.pair, self.arrived_s, self.seen = pair, dict[str, float](), set[tuple[int, str, int]]()
+
+    def watch(self) -> None:
+        """Those that have ended since the last call did so now."""
+        for at, side in enumerate((self.pair.prefill, self.pair.decode)):
+            for (rid, index), deltas in side.deltas.items():
+                if deltas[-1].finish is None or (at, rid, index) in self.seen:
+                    continue
+                self.seen.add((at, rid, index))
+                stages = deltas[-1].stages
+                assert stages is not None
+                parts = (stages.queue_s, stages.prefill_s, stages.transfer_s, stages.decode_s)
+                assert min(parts) >= 0.0, stages
+                assert sum(parts) == pytest.approx(self.pair.clock.now_s - self.arrived_s[rid]), stages
 
 
 def arrive(pair: Pair, rid: str, where: str, owed: Asked, asked: dict[tuple[int, str], Asked]) -> None:
@@ -125,13 +149,14 @@ def disturb(pair: Pair, rng: random.Random, rids: list[str]) -> None:
             pair.wire.draining = rng.random() < 0.5
 
 
-def settle(pair: Pair) -> None:
+def settle(pair: Pair, stages: Stages) -> None:
     """Let everything end; rooms that only one side knows time out."""
     pair.wire.resume_draining()
     for _ in range(3000):
         if not pair.busy:
             break
         pair.turn()
+        stages.watch()
         for room in list(pair.wire.rooms.values()):
             prealloc = pair.decode.engine.scheduler.queues.prealloc
             alone = room.sender is None or (room.order is None and not len(prealloc))

@@ -43,22 +43,6 @@ def test_a_token_that_ends_a_request_keeps_its_pages_until_the_step_made_ahead_i
     assert not engine.has_work
 
 
-def test_an_abort_answers_at_once_and_frees_when_the_step_is_over() -> None:
-    engine, _ = fake_engine(overlap="on")
-    engine.submit(ask("a", PROMPT, max_new_tokens=20))
-    engine.submit(ask("b", [1, 2, 3], max_new_tokens=20))
-    for _ in range(3):
-        engine.step()
-    (last,) = engine.abort("a")
-    assert last.finish is not None
-    assert engine.stats().pool.protected_pages + engine.stats().pool.reserved_pages > 0
-    engine.scheduler.check()
-    deltas = finish_all(engine)
-    assert {delta.rid for delta in deltas} == {"b"}
-    assert [t for d in deltas for t in d.token_ids] == continuation([1, 2, 3], 20)[3:]
-    assert engine.stats().decode_tokens == 19 + 2  # the aborted row of the step under way does not count
-
-
 def test_a_deadline_ends_at_most_one_step_late() -> None:
     clock = Clock()
     engine, _ = fake_engine(overlap="on", clock=clock)
@@ -84,16 +68,6 @@ def test_a_flush_ends_the_step_under_way_when_no_request_is_open() -> None:
     assert engine.has_work
     assert engine.flush_cache()
     assert engine.stats().pool.free_pages == 64
-
-
-def test_a_new_request_starts_after_the_step_that_was_under_way_when_it_came() -> None:
-    engine, _ = fake_engine(overlap="on")
-    engine.submit(ask("a", PROMPT, max_new_tokens=20))
-    for _ in range(3):
-        engine.step()
-    engine.submit(ask("b", [1, 2, 3], max_new_tokens=4))
-    assert {delta.rid for delta in engine.step()} == {"a"}
-    assert {delta.rid for delta in engine.step()} == {"a", "b"}
 
 
 def test_requests_that_find_no_place_do_not_keep_steps_from_being_made_ahead() -> None:

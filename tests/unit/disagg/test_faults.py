@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from kvtransfer.types import Received, SendReady
+from kvtransfer.types import SendReady
 from replicas.errors import Fault
 from replicas.request import ReqState
 from replicas.scheduler.plan import BROKEN, StepPlan, StepResult
@@ -159,43 +159,6 @@ def test_a_decode_leg_that_waits_too_long_for_its_grant_is_computed_here_and_its
     assert pair.decode.ids("other") == continuation(list(range(60)), 12)
     assert pair.at_rest
     assert pair.prefill.engine.stats().num_handing_off == 0
-
-
-@pytest.mark.parametrize("how", ["abort", "deadline"])
-def test_a_decode_leg_that_runs_ends_like_any_other(how: str) -> None:
-    pair = started(how)
-    pair.until(pair.decode, "a", ReqState.RUNNING)
-    end(pair, pair.decode, how)
-    pair.turn()
-    assert pair.decode.end("a") is FinishReason.ABORT
-    pair.run()
-    assert pair.decode.at_rest
-    assert pair.prefill.end("a") is FinishReason.HANDED_OFF or how == "deadline"
-
-
-def test_k_v_that_comes_when_its_request_has_just_gone_frees_its_pages() -> None:
-    """The room's last event may be out already when it is aborted: `Received` then ends the quarantine."""
-    pair = arrived()
-    assert pair.decode.service.waits(Received)
-    pair.decode.abort("a")
-    assert pair.decode.pages()[4] == 12
-    pair.turn()
-    assert pair.decode.at_rest
-    assert pair.decode.ids("a") == []
-    pair.run()
-    assert pair.prefill.end("a") is FinishReason.HANDED_OFF
-
-
-def test_a_confirmation_that_comes_when_the_sender_has_just_gone_frees_its_pages() -> None:
-    pair = Pair()
-    pair.ask("a", PROMPT)
-    pair.until(pair.decode, "a", ReqState.RUNNING)
-    if pair.prefill.state("a") is ReqState.HANDING_OFF:  # SendDone lies there
-        pair.prefill.abort("a")
-        assert pair.prefill.end("a") is FinishReason.ABORT
-    pair.run()
-    assert pair.prefill.at_rest
-    assert pair.decode.ids("a") == continuation(PROMPT, 8)
 
 
 def test_a_first_token_that_cannot_be_chosen_fails_the_room_and_the_other_side_computes() -> None:
@@ -426,18 +389,6 @@ def test_a_request_whose_own_pages_come_back_soon_is_computed_here() -> None:
     pair.wire.resume_draining()
     pair.run()
     assert pair.decode.ids("a") == continuation(PROMPT, 8)
-
-
-def test_a_storm_of_aborts_leaves_nothing_behind() -> None:
-    pair = Pair(max_running=4)
-    for i in range(30):
-        pair.ask(f"r{i}", PROMPT[i % 7 :])
-        pair.turn(pump=i % 3)
-        side = (pair.prefill, pair.decode)[i % 2]
-        side.abort(f"r{i // 2}")
-    pair.run()
-    assert pair.at_rest
-    assert all(pair.decode.end(f"r{i}") is not None and pair.prefill.end(f"r{i}") is not None for i in range(30))
 
 
 def test_a_decode_leg_without_a_grant_is_given_back_and_its_prefill_leg_never_begins() -> None:

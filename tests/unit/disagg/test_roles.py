@@ -9,7 +9,7 @@ from replicas.errors import InvalidRequest
 from replicas.request import CachedTokens, ReqState
 from replicas.types import FinishReason, PdLeg, PdTransfer
 from tests.fakes import continuation
-from tests.harness import ask, fake_engine, retract
+from tests.harness import ask, fake_engine
 from tests.pair import Pair
 
 pytestmark = pytest.mark.model
@@ -239,18 +239,6 @@ def test_an_engine_plays_both_sides_at_once() -> None:
     assert pair.decode.ids("own") == continuation(PROMPT[9:], 8)
 
 
-def test_a_handed_over_request_may_be_retracted_like_any_other() -> None:
-    """SPEC F11."""
-    pair = Pair()
-    pair.ask("a", PROMPT)
-    pair.until(pair.decode, "a", ReqState.RUNNING)
-    req = pair.decode.engine.find("a")
-    assert req is not None
-    retract(pair.decode.engine.scheduler, req)
-    pair.run()
-    assert pair.decode.ids("a") == continuation(PROMPT, 8)
-
-
 def test_the_cache_is_not_flushed_under_a_peer() -> None:
     pair = Pair()
     pair.wire.draining = False
@@ -280,19 +268,3 @@ def test_a_kv_transfer_that_fails_is_reported_before_the_prompt_is_computed() ->
     pair.run()
     assert all(delta.kv_transfer is None for delta in pair.decode.deltas[("a", 0)][1:])
     assert pair.decode.end("a") is FinishReason.LENGTH
-
-
-def test_equal_prompts_that_come_between_two_steps_write_each_position_of_the_table_once() -> None:
-    """The second takes the first's pages before any plan has listed its own (the fake device checks the plan)."""
-    pair = Pair()
-    pair.ask("a", PROMPT)
-    pair.ask("b", PROMPT)
-    for rid in ("a", "b"):
-        pair.until(pair.decode, rid, ReqState.RECEIVING)
-    for _ in range(20):  # all comes while the decode side makes no step
-        pair.prefill.step()
-        pair.wire.pump(None)
-    assert pair.decode.pages() == (40, 0, 0, 24, 0)  # each has 12 of its own
-    pair.run()
-    assert pair.decode.engine.stats().prefill_tokens == 0
-    assert [pair.decode.ids(rid) for rid in ("a", "b")] == [continuation(PROMPT, 8)] * 2

@@ -82,15 +82,6 @@ def test_an_abort_in_the_queue_and_one_in_the_answer_have_the_stages_they_came_t
     assert ends(slow.engine.abort("a")) == {("a", 0): StageTimes(prefill_s=1.0, decode_s=2.25)}
 
 
-def test_choices_have_stages_of_their_own() -> None:
-    slow = SlowDevice()
-    deltas = slow.engine.submit(ask("a", range(8), n=2, max_new_tokens=2))
-    deltas += finish_all(slow.engine)
-    stages = ends(deltas)
-    assert set(stages) == {("a", 0), ("a", 1)}
-    assert all(total(each) == pytest.approx(slow.clock.now_s) for each in stages.values())
-
-
 def test_a_retracted_request_counts_its_second_wait_as_decode() -> None:
     slow = SlowDevice(num_pages=8, page_size=4, max_running=2, new_token_ratio=0.1)
     deltas = []
