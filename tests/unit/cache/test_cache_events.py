@@ -28,18 +28,6 @@ def test_only_new_pages_make_an_event_with_the_key_that_they_follow() -> None:
     assert log.drain() == ()
 
 
-def test_a_split_makes_no_event_and_keeps_the_keys_chained() -> None:
-    cache, log = recorded()
-    log.drain()
-    cache.match_prefix(PROMPT[:6], "s")
-    assert log.drain() == ()
-    cache.insert(np.array([0, 1, 2, 3, 4, 5, 9, 9], dtype=np.int32), np.array([0, 0, 0, 7], dtype=np.int32), "s")
-    (stored,) = log.drain()
-    assert isinstance(stored, PagesStored)
-    assert stored.parent_key == KEYS[2]
-    cache.check()
-
-
 def test_evicted_pages_and_a_reset_make_events() -> None:
     cache, log = recorded()
     log.drain()

@@ -7,7 +7,7 @@ import pytest
 from replicas.cache.kv import KvCache
 from replicas.cache.parts import SnapshotAllocator
 from replicas.config import CacheConfig
-from replicas.errors import InvalidRequest, PagesExhausted, RowsExhausted
+from replicas.errors import InvalidRequest, PagesExhausted
 from replicas.memory.sizing import WindowPool
 from replicas.request import Req
 from replicas.types import Finish, FinishReason
@@ -92,26 +92,6 @@ def test_an_idle_check_counts_what_nobody_holds_and_nothing_else() -> None:
     assert not fails()
 
 
-def test_three_requests_that_share_a_token_decode_together() -> None:
-    """SPEC E18 (S1's examples), corrected as K3, K5, K6 say: one shared token, two own each, one slot each a step."""
-    kv = make(size=pool_of(16, 1))
-    first = choice_of("first", [7, 8])
-    prefill(kv, first)
-    kv.release(first, keep=True)
-    a, b, c = (choice_of(name, [7, 10 * i, 11 * i]) for i, name in enumerate("abc", start=1))
-    assert [kv.admit(req) for req in (a, b, c)] == [1, 1, 1]
-    slots = [prefill(kv, req) for req in (a, b, c)]
-    assert [len(new) for new in slots] == [2, 2, 2]
-    kv.check([a, b, c])
-    assert len(set(decode(kv, a, b, c))) == 3
-    assert [req.holding.kv_len for req in (a, b, c) if req.holding] == [4, 4, 4]  # 4 slots for 4 tokens
-    kv.check([a, b, c])
-    for req in (a, b, c):
-        kv.release(req, keep=True)
-    assert pages(kv) == (16 - 11, 11, 0, 0, 0)  # 7, 8, and three tokens of each
-    kv.check([])
-
-
 def test_a_second_request_reuses_whole_pages_but_runs_at_least_one_token() -> None:
     """SPEC E08: ten tokens leave two whole pages; the tail is freed. Eight equal tokens reuse one page, not two."""
     kv = make()
@@ -152,18 +132,6 @@ def test_commit_swaps_the_requests_duplicates_for_the_trees_pages() -> None:
     kv.check([a, b])
 
 
-def test_a_prompt_in_chunks_is_committed_as_it_grows() -> None:
-    """SPEC E09, E14: the partial page of the first chunk is filled by the second."""
-    kv = make()
-    req = choice_of("a", range(12))
-    assert prefill(kv, req, 6) == [4, 5, 6, 7, 8, 9]
-    assert kv.cache.peek_len(req.ids[:12], "") == 4
-    assert prefill(kv, req, 12) == [10, 11, 12, 13, 14, 15]
-    assert kv.cache.peek_len(req.ids[:12], "") == 12
-    assert pages(kv) == (5, 0, 3, 0, 0)
-    kv.check([req])
-
-
 def test_extend_evicts_unused_pages_before_it_fails() -> None:
     """SPEC D10: evict first, fail with the pool's state, take nothing."""
     kv = make()
@@ -180,29 +148,6 @@ def test_extend_evicts_unused_pages_before_it_fails() -> None:
     kv.check([req])
 
 
-def test_no_row_left_takes_nothing() -> None:
-    """SPEC D09."""
-    kv = make(max_requests=1)
-    a, b = choice_of("a", [1, 2]), choice_of("b", [3, 4])
-    kv.admit(a)
-    with pytest.raises(RowsExhausted, match="max_running_requests"):
-        kv.admit(b)
-    assert b.holding is None
-    kv.check([a])
-
-
-def test_release_without_keeping_frees_what_is_private_and_no_more() -> None:
-    """SPEC F17: what a shared prefix holds stays."""
-    kv = make()
-    req = choice_of("a", range(12))
-    prefill(kv, req, 4)
-    kv.extend(req, 12)
-    req.computed_len = 12
-    kv.release(req, keep=False)
-    assert pages(kv) == (7, 1, 0, 0, 0)
-    kv.check([])
-
-
 def test_flush_empties_the_cache_unless_a_request_holds_pages() -> None:
     kv = make()
     req = prefilled(kv, "busy", 12)
@@ -212,19 +157,6 @@ def test_flush_empties_the_cache_unless_a_request_holds_pages() -> None:
     kv.flush()
     assert pages(kv) == (8, 0, 0, 0, 0)
     kv.check([])
-
-
-def test_without_a_prefix_cache_nothing_outlives_a_request() -> None:
-    """SPEC E16."""
-    kv = make(cache=CacheConfig(prefix_cache="chunk"))
-    req = choice_of("a", range(12))
-    assert prefill(kv, req, 6) == [4, 5, 6, 7, 8, 9]
-    assert prefill(kv, req, 12) == [10, 11, 12, 13, 14, 15]
-    assert (pages(kv), kv.store.reuses_prefixes) == ((5, 0, 0, 3, 0), False)
-    kv.check([req])
-    kv.release(req, keep=True)
-    assert pages(kv) == (8, 0, 0, 0, 0)
-    assert kv.admit(choice_of("b", range(12))) == 0
 
 
 def test_events_are_recorded_only_when_asked_for() -> None:
@@ -274,16 +206,6 @@ def test_a_sender_keeps_what_the_tree_has_locked_too() -> None:
     kv.store.release_quarantined(receipt)
     assert pages(kv) == (4, 4, 0, 0, 0)
     kv.check([])
-
-
-def test_a_row_is_free_at_once_and_pages_are_not() -> None:
-    kv = make(max_requests=2)
-    reqs = [held(kv, name, 8) for name in "ab"]
-    receipts = [kv.quarantine(req, locked=False) for req in reqs]
-    again = [held(kv, name, 8) for name in "cd"]
-    assert pages(kv) == (0, 0, 0, 4, 4)
-    kv.check(again)
-    assert {page for receipt in receipts for page in receipt.pages.tolist()} == {1, 2, 3, 4}
 
 
 def test_a_whole_sequence_may_be_reused_when_no_token_has_to_run_here() -> None:
@@ -350,22 +272,6 @@ def _computed(kv: KvCache, rid: str, prompt: list[int]) -> Req:
     req = choice_of(rid, prompt)
     prefill(kv, req)
     return req
-
-
-def test_a_decode_batch_gets_all_its_slots_or_none() -> None:
-    """SPEC D07, K2, K3."""
-    kv = make(size=pool_of(3, 4))
-    a, b = choice_of("a", [1, 2, 3, 4]), choice_of("b", [5, 6, 7, 8])
-    for req in (a, b):
-        prefill(kv, req)
-        req.append(9)
-    assert kv.pages_needed_decode([a, b]) == 2
-    with pytest.raises(PagesExhausted, match="decode batch of 2 needs 2 pages"):
-        kv.extend_decode([a, b])
-    assert [req.holding.kv_len for req in (a, b) if req.holding] == [4, 4]
-    kv.check([a, b])
-    assert kv.extend_decode([a]).tolist() == [12]
-    kv.check([a, b])
 
 
 def test_a_request_that_is_refused_after_it_was_admitted_copies_no_state_is_no_hit_and_ages_nothing() -> None:

@@ -76,14 +76,14 @@ def test_the_snapshot_that_saves_least_for_its_pages_goes_first(monkeypatch: pyt
     assert found[-1] == (0, 0)
 
 
-def test_128_chats_with_states_for_half_of_their_ends_find_most_where_lru_loses_half(
+def test_64_chats_with_states_for_half_of_their_ends_find_most_where_lru_loses_half(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    size = replace(states(592_000), num_snapshots=128)  # as if each were kept apart
-    assert chats(size, num=128, turns=12, in_turn=False) >= 0.80
+    size = replace(states(296_000), num_snapshots=64)  # as if each were kept apart
+    assert chats(size, num=64, turns=12, in_turn=False) >= 0.80
     monkeypatch.setattr(Worth, "of", lambda self, kinds, ages: 1 / (1 + ages))
     monkeypatch.setattr(parts, "LUCK", 1.0)
-    assert chats(size, num=128, turns=12, in_turn=False) <= 0.55
+    assert chats(size, num=64, turns=12, in_turn=False) <= 0.55
 
 
 def test_fifty_conversations_in_turn_on_a_quarter_of_their_room_do_not_all_lose() -> None:

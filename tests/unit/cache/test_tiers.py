@@ -126,17 +126,6 @@ def test_host_pages_are_loaded_in_part_and_keep_their_copy() -> None:
     assert (rig.cache.counters.loaded_pages, rig.cache.counters.wrong_pages) == (3, 0)
 
 
-def test_computed_pages_come_to_a_node_that_was_only_on_the_host() -> None:
-    """A was loaded by nobody: who computed A, B and D gives its pages, also those of A; C stays on the host below B."""
-    rig = Rig()
-    rig.put(ids(A, B, C), 10)
-    rig.evict(3)
-    assert rig.put(ids(A, B, D), 30) == 0
-    assert rig.cache.match_prefix(ids(A, B, D), "").pages.tolist() == [30, 31, 32]
-    assert rig.tiers(ids(A, B, C)) == (2, 1)
-    assert rig.cache.clean_pages == 2  # A and B have their copy; D has none
-
-
 def test_write_through_copies_at_once_and_selective_at_the_second_use() -> None:
     through, selective = Rig(write="write_through"), Rig(write="write_through_selective")
     for rig in (through, selective):
@@ -241,16 +230,6 @@ def test_pages_that_come_are_adopted_where_the_tree_lacks_them() -> None:
     rig.memory.host[taken[1:3]] = [77, 78]  # what came
     assert rig.load(ids(A, B, C), 20, 21) == 2
     assert rig.holds(ids(A, B, C)) == [10, 77, 78]
-
-
-def test_an_adopted_sequence_branches_off_inside_a_node() -> None:
-    rig = Rig()
-    rig.put(ids(A, B, C), 10)
-    taken = rig.cache.take_host(2)
-    assert taken is not None
-    assert rig.cache.adopt(ids(A, B, D), "", taken, 1) == 1  # B was there
-    assert (rig.tiers(ids(A, B, C)), rig.tiers(ids(A, B, D))) == ((3, 0), (2, 1))
-    assert rig.cache.host.num_free == 7
 
 
 def test_taken_pages_come_back_and_room_is_made_up_to_what_is_to_be_spared() -> None:
@@ -454,12 +433,3 @@ def test_where_lists_the_copies_of_each_page() -> None:
     assert devices.tolist() == [11, 0]
     assert hosts[0] == 0
     assert rig.memory.host[hosts[1]] == 12
-
-
-def test_only_the_host_part_behind_the_devices_is_loaded() -> None:
-    rig = Rig()
-    rig.put(ids(A, B, C, D), 10)
-    rig.evict(2)
-    assert rig.load(ids(A, B, C, D), 20, 21) == 2
-    assert rig.holds(ids(A, B, C, D)) == [10, 11, 12, 13]
-    assert rig.cache.match_prefix(ids(A, B, C, D), "").pages.tolist() == [10, 11, 20, 21]
