@@ -4,7 +4,6 @@ import copy
 import dataclasses
 import os
 import re
-import socket
 import subprocess
 import sys
 from dataclasses import replace
@@ -19,7 +18,6 @@ from deployments import app
 from deployments.app import replica_options
 from deployments.autoscaling import Objective, TtftPolicy
 from deployments.command.announce import curl
-from deployments.command.check import read
 from deployments.command.haproxy import prepare_ray
 from deployments.places import ROOT, ask_nodes_directly, local_path, may_be_hub_id, shown_path
 from deployments.replica.feasible import engine_of, impossible
@@ -44,14 +42,10 @@ APART: dict[str, Any] = {"model": MODEL_ARGS, "mode": "disaggregated"}
     ("args", "says"),
     [
         ({}, "model: is missing"),
-        ({"model": {}}, "model.path: is missing"),
         ({"model": MODEL_ARGS, "repliacs": {}}, "repliacs: is unknown (did you mean 'replicas'?)"),
         ({"model": MODEL_ARGS, "rep": {}}, "rep: is unknown; allowed: model,"),
         ({"model": {**MODEL_ARGS, "nam": 1}}, "allowed: path, revision, served_name, dtype,"),
         ({"model": {**MODEL_ARGS, "dtype": "int3"}}, "dtype: must be 'float32', 'bfloat16' or 'float16', not 'int3'"),
-        ({"model": MODEL_ARGS, "cache": {"pagesize": 8}}, "cache.pagesize: is unknown (did you mean 'page_size'?)"),
-        ({"model": MODEL_ARGS, "scheduler": {"policy": "x"}}, "scheduler.policy: must be 'lpm', 'dfs-weight', 'hrrn',"),
-        ({"model": MODEL_ARGS, "router": {"policy": "x"}}, "must be 'estimated_ttft', 'round_robin', 'random'"),
         ({"model": MODEL_ARGS, "router": {"policy": "ranodm"}}, "not 'ranodm' (did you mean 'random'?)"),
         ({"model": MODEL_ARGS, "replicas": {"count": 0}}, "count: must be auto, or a whole number of 1 or more"),
         (
@@ -70,22 +64,18 @@ APART: dict[str, Any] = {"model": MODEL_ARGS, "mode": "disaggregated"}
         ({**APART, "decode": {"cache": {"pagesize": 8}}}, "decode.cache.pagesize: is unknown (did you mean 'page_"),
         ({**APART, "decode": {"cache": {"page_size": "x"}}}, "decode.cache.page_size: must be a whole number, not 'x'"),
         ({**APART, "decode": {"cache": {"page_size": 8}}}, "prefill.cache.page_size = 16 and decode.cache.page_size"),
-        ({"model": MODEL_ARGS, "cache": {"page_size": "sixteen"}}, "page_size: must be a whole number, not 'sixteen'"),
         ({"model": MODEL_ARGS, "cache": 5}, "cache: must be a group of settings, not 5"),
         ({"model": {"path": ["a"]}}, "model.path: must be text, not a list"),
         ({"model": MODEL_ARGS, "cuda_graphs": "perhaps"}, "cuda_graphs: must be true or false, not 'perhaps'"),
         ({"model": MODEL_ARGS, "observability": {"metrics_port": None}}, "port: must be a whole number, not nothing"),
         ({"model": MODEL_ARGS, "observability": {"otlp_endpoint": "x"}}, "must begin with http:// or https://"),
         ({"model": MODEL_ARGS, "replicas": {"gpus": 1.5}}, "gpus: must be a whole number, or a part of one GPU"),
-        ({"model": MODEL_ARGS, "cache": {"page_size": True}}, "cache.page_size: must be a whole number, not 'true'"),
-        ({**APART, "decode": {"cache": {"page_size": True}}}, "decode.cache.page_size: must be a whole number, not"),
         ({"model": MODEL_ARGS, "scheduler": {"watchdog_s": True}}, "scheduler.watchdog_s: must be a number, not 'tr"),
         (
             {"model": MODEL_ARGS, "cache": {"device_memory_bytes": "2 gigs"}},
             "must be a whole number of bytes, or a size such as 512MiB or 2GB, not '2 gigs'",
         ),
         ({"model": {**MODEL_ARGS, "quantization": "awq"}}, "or 'int4', not 'awq'; a checkpoint that is quantised"),
-        ({"model": {**MODEL_ARGS, "lora": "x"}}, "model.lora: is unknown; allowed: path,"),
     ],
 )
 def test_a_wrong_setting_is_named_with_what_is_allowed(args: dict[str, Any], says: str) -> None:
@@ -170,30 +160,17 @@ def test_a_gguf_file_is_named_without_its_ending() -> None:
     assert parse({"model": {"path": "a.gguf", "served_name": "a.gguf"}}).model.name == "a.gguf"
 
 
-@pytest.mark.parametrize(
-    ("text", "overlap"),
-    [("on", "on"), ("off", "off"), ("true", "on"), ("false", "off"), ("'on'", "on"), ("auto", "auto")],
-)
-def test_overlap_can_be_written_in_yaml_where_on_and_off_are_booleans(text: str, overlap: str) -> None:
-    args = yaml.safe_load(f"scheduler: {{overlap: {text}}}")
-    assert parse({"model": MODEL_ARGS, **args}).scheduler == SchedulerConfig(overlap=overlap)  # type: ignore[arg-type]
-
-
-def test_priorities_can_be_written_in_yaml_where_on_and_off_are_booleans() -> None:
-    for text, priorities in (("on", "on"), ("off", "off"), ("'on'", "on")):
-        args = yaml.safe_load(f"scheduler: {{priorities: {text}}}")
-        assert parse({"model": MODEL_ARGS, **args}).scheduler.priorities == priorities
+@pytest.mark.parametrize("name", ["overlap", "priorities"])
+@pytest.mark.parametrize(("text", "word"), [("on", "on"), ("false", "off"), ("'on'", "on")])
+def test_on_and_off_can_be_written_in_yaml_where_they_are_booleans(name: str, text: str, word: Any) -> None:
+    args = yaml.safe_load(f"scheduler: {{{name}: {text}}}")
+    assert parse({"model": MODEL_ARGS, **args}).scheduler == replace(SchedulerConfig(), **{name: word})
 
 
 @pytest.mark.parametrize(
     ("text", "dtype"),
-    [
-        ("kv_cache_dtype: fp32", "float32"), ("kv_cache_dtype: bf16", "bfloat16"), ("kv_dtype: fp16", "float16"),
-        ("kv_cache_dtype: int8", "int8"), ("kv_cache_dtype: fp8", "fp8"), ("kv_dtype: fp8_e4m3", "fp8"),
-        ("kv_dtype: fp8_e5m2", "fp8_e5m2"),
-        ("kv_cache_dtype: auto", None), ("kv_dtype: null", None),
-    ],
-)  # fmt: skip
+    [("kv_cache_dtype: bf16", "bfloat16"), ("kv_dtype: fp8_e4m3", "fp8"), ("kv_cache_dtype: auto", None)],
+)
 def test_dtypes_of_k_and_v_are_taken_under_the_names_of_others(text: str, dtype: str | None) -> None:
     """Issue 6, section 2: ``kv_cache_dtype: fp32|bf16|int8|fp8``; of a role's own cache too."""
     cache = yaml.safe_load(text)
@@ -283,14 +260,6 @@ def test_every_setting_that_the_file_mentions_exists() -> None:
     assert parse(args).replicas.autoscaling is not None
 
 
-@pytest.mark.parametrize("text", ["", "applications: []", "a: [", "- 1", "applications: [{name: x, import_path: 5}]"])
-def test_a_file_that_is_not_a_serve_config_is_refused(tmp_path: Path, text: str) -> None:
-    file = tmp_path / "bad.yaml"
-    file.write_text(text)
-    with pytest.raises((InvalidConfig, ValueError)):
-        read(str(file))
-
-
 def capacity(num_cpus: float, num_gpus: float = 0) -> Capacity:
     return Capacity(num_cpus=num_cpus, num_gpus=num_gpus, where="this machine")
 
@@ -325,8 +294,6 @@ def test_auto_fills_the_gpus_of_each_node_and_does_not_count_the_memory_of_the_h
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"replicas": {"gpus": 1}}, "replicas.gpus = 1: 1 GPU is needed (1 replica at 1), and this machine has 0"),
-        ({"replicas": {"cpus": 64}}, "replicas.cpus = 64: 64 CPUs are needed (1 replica at 64), and this machine"),
         ({"replicas": {"count": 3}}, "replicas.count = 3: 3 CPUs are needed (3 replicas at 1), and this machine has 2"),
         ({"replicas": {"count": 1}, "parallel": {"tp": 3}}, "parallel.tp = 3: 3 CPUs are needed (1 replica of 3 ranks"),
         ({"replicas": {"autoscaling": {"min_replicas": 3, "max_replicas": 9}}}, "replicas.autoscaling.min_replicas"),
@@ -368,7 +335,7 @@ def test_ranks_that_find_no_place_on_one_node_are_refused(
     settings: dict[str, Any], nodes: list[tuple[float, float]], says: str
 ) -> None:
     config = parse({"model": MODEL_ARGS, **settings})
-    found = too_wide([config], dataclasses.replace(capacity(99, 99), nodes=tuple(nodes)))
+    found = too_wide([config], replace(capacity(99, 99), nodes=tuple(nodes)))
     assert [each.startswith(says) for each in found] == [True] * bool(says)
 
 
@@ -401,7 +368,6 @@ def test_a_cluster_of_two_nodes_and_more_has_two_routers_each_on_a_node_of_its_o
     ("settings", "serving", "says"),
     [
         ({}, {}, ""),  # nothing serves
-        ({}, {"ModelReplica": 1}, ""),
         ({"replicas": {"count": 5}, "scheduler": {"max_running_requests": 7}}, {"ModelReplica": 1}, ""),
         ({"mode": "disaggregated"}, {"ModelReplica": 1}, "mode = 'disaggregated': the application that serves has ano"),
         ({}, {"PrefillReplica": 1, "DecodeReplica": 1}, "mode = 'unified': the application that serves has another"),
@@ -535,17 +501,6 @@ def test_the_address_is_read_from_the_settings_file_and_serves_default_otherwise
     for text, address in (("http_options: {host: 127.0.0.1}", ("127.0.0.1", 8000)), ("{}", ("0.0.0.0", 8000))):
         file.write_text(text)
         assert settings_file.read(str(file)).address == address
-
-
-def test_a_port_that_is_taken_is_named() -> None:
-    with socket.socket() as holder:
-        holder.bind(("127.0.0.1", 0))
-        holder.listen()
-        port = holder.getsockname()[1]
-        says = rf"{port}: 127.0.0.1:{port} cannot be listened on \(Address already in use\); process {os.getpid()} \("
-        with pytest.raises(InvalidConfig, match=says):
-            check_port("127.0.0.1", port)
-    check_port("127.0.0.1", port)
 
 
 @pytest.mark.parametrize("host", ["192.0.2.1", "no.such.host.invalid"])

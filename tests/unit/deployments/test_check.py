@@ -1,5 +1,6 @@
 """`deployments check`: what is wrong with a settings file is said in plain words, all at once, with file and line."""
 
+import contextlib
 import json
 import logging
 import os
@@ -8,7 +9,7 @@ import socket
 import struct
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -97,12 +98,11 @@ def problems(folder: Path, text: str) -> list[str]:
             "deployments.app:biuld",
             "7: import_path: 'deployments.app:biuld' cannot be imported (did you mean 'deployments.app:build'?)",
         ),
+        ("deployments.app:build", "5", "7: applications.0.import_path: must be text, not 5"),
         ("deployments.app:build", "nowhere:app", "7: import_path: 'nowhere:app' cannot be imported; Manta's are"),
         ("page_size: 16", "pagesize: 16", "14: cache.pagesize: is unknown (did you mean 'page_size'?)"),
-        ("page_size: 16", "page_size: sixteen", "14: cache.page_size: must be a whole number, not 'sixteen'"),
         ("page_size: 16", "page_size: 0", "14: cache.page_size = 0; allowed: 1 to 1024 tokens"),
         ("count: 1", "gpus: 1", "12: replicas.gpus = 1: 1 GPU is needed (1 replica at 1), and this machine has 0;"),
-        ("count: 1", "cpus: 64", "12: replicas.cpus = 64: 64 CPUs are needed (1 replica at 64), and this machine"),
         ("cache:", "cache: {page_size: 16}\n      cache:", "14: cache is given twice; the first is on line 13"),
         (
             "count: 1",
@@ -111,7 +111,6 @@ def problems(folder: Path, text: str) -> list[str]:
         ),
         ("port: 8000", "port: [", "5: this is not YAML: while parsing a flow"),
         (f"path: {MODEL}", "path: 5", "10: model.path: must be text, not 5"),
-        ("      replicas:", "      replica:", "11: replica: is unknown (did you mean 'replicas'?)"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_said_with_the_files_name_and_line(tmp_path: Path, old: str, new: str, says: str) -> None:
@@ -139,19 +138,27 @@ def test_a_pool_that_is_smaller_than_the_context_is_a_warning(tmp_path: Path, ca
     assert all(each.startswith(f"warning: cache.{says}") for each in told)
 
 
+@contextlib.contextmanager
+def held_port() -> Iterator[int]:
+    """A port of this machine that this process listens at."""
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        yield holder.getsockname()[1]
+
+
 @pytest.mark.model
 def test_check_looks_at_the_port_and_a_cluster_has_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "good.yaml"
-    with socket.socket() as holder:
-        holder.bind(("127.0.0.1", 0))
-        holder.listen()
-        file.write_text(FILE.replace("8000", str(holder.getsockname()[1])))
+    with held_port() as port:
+        file.write_text(FILE.replace("8000", str(port)))
         assert serve.check(str(file)) == 0
         in_order, but = capsys.readouterr().out.splitlines()
         assert in_order == f"{file} is in order"
-        assert but.startswith(f"but here it would not start now: http_options.port = {holder.getsockname()[1]}: ")
+        assert but.startswith(f"but here it would not start now: http_options.port = {port}: 127.0.0.1:{port} cannot")
+        assert f"(Address already in use); process {os.getpid()} (" in but
     assert serve.check(str(file)) == 0
     assert capsys.readouterr().out == f"{in_order}\n"
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
@@ -238,16 +245,9 @@ def test_a_wrong_model_folder_names_each_place_once_and_the_nearest(tmp_path: Pa
     assert said.startswith(f"model.path = '{tmp_path}/none': there is no such folder; `make model`")
 
 
-def folder_of(tmp_path: Path, config: Any) -> str:
-    (tmp_path / "config.json").write_text(config if isinstance(config, str) else json.dumps(config))
-    (tmp_path / "model.safetensors").write_bytes(b"")
-    return str(tmp_path)
-
-
 @pytest.mark.parametrize(
     ("config", "says"),
     [
-        ({"architectures": ["FalconForCausalLM"], "model_type": "falcon"}, "'FalconForCausalLM' is not"),
         ({"architectures": ["BloomForCausalLM"], "model_type": "bloom"}, r"'BloomForCausalLM' is not .*\(ALiBi\)"),
         ({}, r"architecture '\?' is not supported"),
     ],
@@ -255,9 +255,22 @@ def folder_of(tmp_path: Path, config: Any) -> str:
 def test_an_architecture_that_is_not_supported_gets_the_list_of_those_that_are(
     tmp_path: Path, config: dict[str, Any], says: str
 ) -> None:
-    [said] = impossible(parse({"model": {"path": folder_of(tmp_path, config)}}))
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    [said] = impossible(parse({"model": {"path": str(tmp_path)}}))
     assert re.search(says, said)
     assert "LlamaForCausalLM, MistralForCausalLM, MixtralForCausalLM, Qwen2ForCausalLM" in said
+
+
+def linked(folder: Path, name: str, content: str | None) -> Path:
+    """The embedded model in ``folder``, but for its file ``name``."""
+    folder.mkdir(exist_ok=True)
+    for each in Path(ROOT / MODEL).iterdir():
+        if each.name != name:
+            (folder / each.name).symlink_to(each)
+    if content is not None:
+        (folder / name).write_text(content)
+    return folder
 
 
 @pytest.mark.model
@@ -265,12 +278,10 @@ def test_an_architecture_that_is_not_supported_gets_the_list_of_those_that_are(
     ("config.json", "{", "config.json cannot be read: Expecting"),
     ("config.json", "[]", "config.json holds no settings of a model"),
     ("tokenizer.json", None, "no tokenizer can be loaded from"),
-    ("tokenizer.json", '{"version": "1.0", "trunc', "no tokenizer can be loaded from"),
     ("tokenizer_config.json", '{"eos', "no tokenizer can be loaded from"),
     ("chat_template.jinja", "{% for m in messages %}{{ m.content }", r"its chat template cannot be read: .*\(line 1\)"),
     ("chat_template.jinja", "{% for m in messages %}{{ m.role }}{% endfor %}", "its chat template leaves out what"),
     ("generation_config.json", "", "generation_config.json cannot be read: Expecting value"),
-    ("generation_config.json", '{"eos_token_id": [1', "generation_config.json cannot be read: Expecting"),
     ("generation_config.json", "[]", "generation_config.json holds no settings of a model"),
     ("generation_config.json", '{"temperature": "hot"}', "config.json: temperature = 'hot'; a number is"),
     ("generation_config.json", '{"top_p": 7}', "top_p: must be above 0 and at most 1, got 7.0. Mend it, or set"),
@@ -278,25 +289,15 @@ def test_an_architecture_that_is_not_supported_gets_the_list_of_those_that_are(
 def test_a_file_of_the_model_that_a_start_would_refuse_is_refused_by_check(
     tmp_path: Path, name: str, content: str | None, says: str
 ) -> None:
-    for each in Path(ROOT / MODEL).iterdir():
-        (tmp_path / each.name).symlink_to(each)
-    (tmp_path / name).unlink()
-    if content is not None:
-        (tmp_path / name).write_text(content)
-    [said] = impossible(parse({"model": {"path": str(tmp_path)}}))
+    [said] = impossible(parse({"model": {"path": str(linked(tmp_path, name, content))}}))
     assert re.search(says, said), said
     assert str(tmp_path) in said
 
 
 @pytest.mark.model
 def test_what_the_models_author_says_of_sampling_is_told_and_can_be_set_aside(tmp_path: Path) -> None:
-    folder = tmp_path / "model"
-    folder.mkdir()
-    for each in Path(ROOT / MODEL).iterdir():
-        (folder / each.name).symlink_to(each)
-    (folder / "generation_config.json").unlink()
     said = {"do_sample": False, "temperature": 0.6, "top_k": 20.0, "top_p": None, "min_p": 0, "eos_token_id": 2}
-    (folder / "generation_config.json").write_text(json.dumps(said))
+    folder = linked(tmp_path / "model", "generation_config.json", json.dumps(said))
     file, told = tmp_path / "own.yaml", list[str]()
     file.write_text(FILE.replace(MODEL, str(folder)))
     _, configs = read(str(file), told.append)
@@ -406,35 +407,19 @@ def test_a_hub_that_is_not_reached_is_one_line_and_one_sentence(
     monkeypatch.setattr(logging.getLogger("huggingface_hub"), "handlers", [handler])
     monkeypatch.setattr(http_of_hub.time, "sleep", waited.append)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    file = tmp_path / "hub.yaml"
+    file, told = tmp_path / "hub.yaml", list[str]()
     file.write_text(FILE.replace(MODEL, "nobody/nothing"))
-    with socket.socket() as unused, socket.socket() as full:
+    with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))  # nobody listens there
-        full.bind(("127.0.0.1", 0))
-        full.listen(0)
-        address = f"http://127.0.0.1:{full.getsockname()[1]}"
-        waiting = [socket.socket() for _ in range(2)]
-        for each in waiting:  # its queue is full: the next one is not answered
-            each.setblocking(False)
-            each.connect_ex(full.getsockname())
-        monkeypatch.setattr(hub, "REACH_S", 0.2)
-        for endpoint, why in (
-            (f"http://127.0.0.1:{unused.getsockname()[1]}", "refused"),
-            (address, "no answer within"),
-        ):
-            monkeypatch.setattr(constants, "ENDPOINT", endpoint)
-            told: list[str] = []
-            with pytest.raises(InvalidConfig) as refused:
-                read(str(file), told.append)
-            assert told == ["asking the Hugging Face hub for nobody/nothing's config.json"]
-            [problem] = refused.value.problems
-            assert problem.startswith(
-                f"{file}:10: model.path = 'nobody/nothing': there is no such folder, and the Hugging"
-            )
-            assert f"at {endpoint} cannot be reached" in problem
-            assert why in problem
-        for each in waiting:
-            each.close()
+        endpoint = f"http://127.0.0.1:{unused.getsockname()[1]}"
+        monkeypatch.setattr(constants, "ENDPOINT", endpoint)
+        with pytest.raises(InvalidConfig) as refused:
+            read(str(file), told.append)
+    assert told == ["asking the Hugging Face hub for nobody/nothing's config.json"]
+    [problem] = refused.value.problems
+    assert problem.startswith(f"{file}:10: model.path = 'nobody/nothing': there is no such folder, and the Hugging")
+    assert f"at {endpoint} cannot be reached" in problem
+    assert "refused" in problem
     assert (lines, waited) == ([], [])
 
 
@@ -544,10 +529,7 @@ def test_a_revision_of_a_hub_id_is_asked_for_by_every_process_and_a_folder_has_n
 
 
 def test_a_port_that_is_taken_is_said_within_a_second_before_ray_and_torch_are_imported(tmp_path: Path) -> None:
-    with socket.socket() as holder:
-        holder.bind(("127.0.0.1", 0))
-        holder.listen()
-        port = holder.getsockname()[1]
+    with held_port() as port:
         file = tmp_path / "taken.yaml"
         file.write_text(FILE.replace("8000", str(port)))
         command = [sys.executable, "-m", "deployments", "serve", str(file)]
@@ -564,24 +546,19 @@ def test_a_port_that_is_taken_is_said_within_a_second_before_ray_and_torch_are_i
 
 
 @pytest.mark.model
-def test_the_command_says_all_that_is_wrong_and_ends_with_status_2(tmp_path: Path) -> None:
+def test_the_command_says_all_that_is_wrong_and_ends_with_status_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = tmp_path / "bad.yaml"
     file.write_text(FILE.replace("port: 8000", "port: eight").replace("size: 16", "size: 0"))
-    done = deployments("check", str(file))
-    assert done.returncode == 2
-    assert done.stdout == ""
-    assert done.stderr.splitlines() == [
+    assert serve.check(str(file)) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.splitlines() == [
         f"{file} cannot be served:",
         f"  {file}:3: http_options.port: must be a whole number from 1 to 65535, not 'eight'",
         f"  {file}:14: cache.page_size = 0; allowed: 1 to 1024 tokens",
     ]
-
-
-def deployments(*args: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    env = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"} | environment
-    return subprocess.run(
-        [sys.executable, "-m", "deployments", *args], capture_output=True, text=True, timeout=180, check=False, env=env
-    )
 
 
 def test_the_projects_files_stay_in_order(monkeypatch: pytest.MonkeyPatch) -> None:

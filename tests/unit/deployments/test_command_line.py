@@ -56,6 +56,7 @@ def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert status == 0
     assert [each for each in COMMANDS if f"\n    {each}" not in out] == []
     assert told(capsys) == (0, out, "")  # without a word
+    assert "export" in told(capsys, "dashboards", "--help")[1]  # it has commands of its own
 
 
 def test_a_new_key_is_long_another_each_time_and_alone_on_standard_output(capsys: pytest.CaptureFixture[str]) -> None:
@@ -76,12 +77,6 @@ def test_the_help_of_a_command_has_an_example_that_its_own_parser_takes(
     assert arguments.parse(example.rpartition("manta ")[2].split()).command == command
 
 
-def test_the_help_of_dashboards_is_its_own(capsys: pytest.CaptureFixture[str]) -> None:
-    status, out, _ = told(capsys, "dashboards", "--help")
-    assert status == 0
-    assert "export" in out
-
-
 @pytest.mark.parametrize(("word", "meant"), [("tpo", "top"), ("server", "serve"), ("docter", "doctor"), ("talk", "")])
 def test_an_unknown_command_names_the_nearest(word: str, meant: str, capsys: pytest.CaptureFixture[str]) -> None:
     status, _, err = told(capsys, word)
@@ -100,17 +95,15 @@ def test_an_empty_address_of_a_cluster_names_none(monkeypatch: pytest.MonkeyPatc
     assert asked == [None]
 
 
-@pytest.mark.parametrize("words", [["--version"], ["key", "new"], ["settings"]])
-def test_a_reader_that_has_gone_is_no_traceback(words: list[str]) -> None:
-    """As in `manta top --once | head -1`."""
-    read, write = os.pipe()
-    os.close(read)
-    command = [sys.executable, "-m", "deployments", *words]
-    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, cwd=ROOT, check=False)
-    os.close(write)
-    assert done.returncode == command_line.BROKEN_PIPE
-    assert "Traceback" not in done.stderr
-    assert "BrokenPipeError" not in done.stderr
+def test_a_reader_that_has_gone_is_no_traceback() -> None:
+    """As in `manta top --once | head -1`; argparse writes the first by itself."""
+    for words in (["--version"], ["key", "new"]):
+        read, write = os.pipe()
+        os.close(read)
+        command = [sys.executable, "-m", "deployments", *words]
+        done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, cwd=ROOT, check=False)
+        os.close(write)
+        assert (done.returncode, done.stderr) == (command_line.BROKEN_PIPE, "")
     shell = ["bash", "-c", f"exec {sys.executable} -m deployments key new >&-"]  # closed from the beginning
     closed = subprocess.run(shell, capture_output=True, text=True, cwd=ROOT, check=False)
     assert (closed.returncode, "Traceback" in closed.stderr) == (0, False)

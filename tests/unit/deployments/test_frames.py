@@ -45,7 +45,7 @@ from replicas.types import (
     TokenLogprob,
     Usage,
 )
-from routing.types import IndexEvent, KeysCleared, KeysRemoved, KeysStored
+from routing.types import IndexEvent, KeysCleared
 from tests.unit.deployments.sample_values import stats
 
 DELTA = TokenDelta(
@@ -159,18 +159,13 @@ ONE = plain(Deltas([DELTA]))["deltas"][0]
     ("body", "says"),
     [
         ({"type": "goodbye"}, r"Invalid value 'goodbye' - at `\$.type`"),
-        ([1], "Expected `object`, got `array`"),
-        (plain(ChannelHello(token="t", replica_id="r0"), token=7), r"Expected `str`, got `int` - at `\$.token`"),
         ({"type": "hello", "token": "t"}, "missing required field `replica_id`"),
-        ({"type": "deltas", "deltas": [ONE, [1]]}, r"Expected `object`, got `array` - at `\$.deltas\[1\]`"),
-        ({"type": "deltas", "deltas": [{**ONE, "token_ids": [1, "2"]}]}, r"at `\$.deltas\[0\].token_ids\[1\]`"),
         ({"type": "deltas", "deltas": [{**ONE, "finish": {"reason": "what"}}]}, r"at `\$.deltas\[0\].finish.reason`"),
         (plain(REPORT, num_open=-1), r"Expected `int` >= 0 - at `\$.num_open`"),
         (plain(REPORT, num_open=2**63), r"at `\$.num_open`"),
         (plain(REPORT, age_s=-0.5), r"at `\$.age_s`"),
         (plain(REPORT, mood="good"), "unknown field `mood`"),
         ({"type": "changes", "changes": [["stored", 2**63, b""]]}, r"at `\$.changes\[0\]\[1\]`"),
-        ({"type": "changes", "changes": [["moved", 1, b""]]}, r"'moved' - at `\$.changes\[0\]\[0\]`"),
         ({"type": "keys", "seq": -1, "keys": b""}, r"at `\$.seq`"),
     ],
 )
@@ -186,39 +181,44 @@ def test_what_is_no_message_is_a_bad_frame(body: bytes) -> None:
 
 
 KEYS = st.lists(st.integers(0, 2**64 - 1), max_size=5).map(lambda keys: np.array(keys, dtype=np.uint64))
+KINDS = st.sampled_from(["KeysStored", "KeysRemoved", "KeysCleared"])
 
 
-@given(st.lists(st.tuples(st.sampled_from(["KeysStored", "KeysRemoved", "KeysCleared"]), KEYS), max_size=6))
-def test_cache_events_come_back_with_their_numbers_kinds_and_keys(wanted: list[tuple[str, PageKeys]]) -> None:
+@given(st.lists(st.tuples(KINDS, KEYS, st.sampled_from(list(Tier))), max_size=6))
+def test_cache_events_come_back_with_their_numbers_kinds_keys_and_tiers(
+    wanted: list[tuple[str, PageKeys, Tier]],
+) -> None:
     log = EventLog()
-    for kind, keys in wanted:
+    for kind, keys, tier in wanted:
         if kind == "KeysStored":
-            log.stored(keys, None, 16, np.empty(0, dtype=np.int32))
+            log.stored(keys, None, 16, np.empty(0, dtype=np.int32), tier)
         elif kind == "KeysRemoved":
-            log.removed(keys)
+            log.removed(keys, tier)
         else:
             log.cleared()
     message = received(CacheChanges.of(log.drain()))
     assert isinstance(message, CacheChanges)
     assert [described(event) for event in message.events()] == [
-        (kind, seq, [] if kind == "KeysCleared" else keys.tolist()) for seq, (kind, keys) in enumerate(wanted, 1)
+        (kind, seq, *((keys.tolist(), tier) if kind != "KeysCleared" else ()))
+        for seq, (kind, keys, tier) in enumerate(wanted, 1)
     ]
 
 
-def described(event: IndexEvent) -> tuple[str, int, list[int]]:
-    keys = [] if isinstance(event, KeysCleared) else [int(key) for key in event.keys]
-    return type(event).__name__, event.seq, keys
+def described(event: IndexEvent) -> tuple[Any, ...]:
+    told = () if isinstance(event, KeysCleared) else (event.keys.tolist(), event.tier)
+    return type(event).__name__, event.seq, *told
+
+
+def run_of(keys: list[int], tier: Tier = Tier.DEVICE) -> PagesStored:
+    none = np.empty(0, np.int32)
+    return PagesStored(
+        seq=7, keys=np.array(keys, np.uint64), parent_key=None, page_size=16, token_ids=none, tier=tier
+    )
 
 
 @pytest.mark.parametrize("runs", [[[1, 2, 2**64 - 1], [9]], [[]], []])
 def test_a_snapshot_is_eight_bytes_a_page_and_less_than_32_more(runs: list[list[int]]) -> None:
-    stored = tuple(
-        PagesStored(
-            seq=7, keys=np.array(run, np.uint64), parent_key=None, page_size=16, token_ids=np.empty(0, np.int32)
-        )
-        for run in runs
-    )
-    message = CacheKeys.of(CacheSnapshot(seq=7, stored=stored))
+    message = CacheKeys.of(CacheSnapshot(seq=7, stored=tuple(map(run_of, runs))))
     flat = [key for run in runs for key in run]
     assert len(encode(message)) < 8 * len(flat) + 32
     back = received(message)
@@ -227,29 +227,12 @@ def test_a_snapshot_is_eight_bytes_a_page_and_less_than_32_more(runs: list[list[
 
 
 def test_a_snapshot_tells_the_keys_of_each_tier() -> None:
-    nothing = np.empty(0, np.int32)
-    stored = [
-        PagesStored(seq=7, keys=np.array([key], np.uint64), parent_key=None, page_size=16, token_ids=nothing, tier=tier)
-        for key, tier in enumerate([Tier.HOST, Tier.DEVICE, Tier.STORE, Tier.HOST, Tier.DEVICE])
-    ]
+    tiers = [Tier.HOST, Tier.DEVICE, Tier.STORE, Tier.HOST, Tier.DEVICE]
+    stored = [run_of([key], tier) for key, tier in enumerate(tiers)]
     back = received(CacheKeys.of(CacheSnapshot(seq=7, stored=tuple(stored))))
     assert isinstance(back, CacheKeys)
     snapshot = back.snapshot()
     assert [each.tolist() for each in (snapshot.keys, snapshot.host_keys, snapshot.store_keys)] == [[1, 4], [0, 3], [2]]
-
-
-def test_an_event_tells_its_tier() -> None:
-    log, keys = EventLog(), np.array([3], dtype=np.uint64)
-    for tier in Tier:
-        log.stored(keys, None, 16, np.empty(0, dtype=np.int32), tier)
-    log.removed(keys)
-    log.removed(keys, Tier.STORE)
-    message = received(CacheChanges.of(log.drain()))
-    assert isinstance(message, CacheChanges)
-    events = message.events()
-    assert [(type(event), getattr(event, "tier", None)) for event in events] == [
-        *((KeysStored, tier) for tier in Tier), (KeysRemoved, Tier.DEVICE), (KeysRemoved, Tier.STORE),
-    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("num_bytes", [1, 7, 12])
