@@ -37,6 +37,17 @@ TEXT = "response.output_text.delta"
 EIGHT = "".join(f"<{position}>" for position in range(8))  # what a scripted replica says in 8 tokens
 
 
+@contextlib.asynccontextmanager
+async def scripted(
+    tokenizer: Tokenizer, *keys: str, **options: Any
+) -> AsyncIterator[tuple[House, ScriptedReplica, list[openai.AsyncOpenAI]]]:
+    """A router with one scripted replica, and the SDK with each of ``keys``."""
+    async with House() as house, served(house.service(tokenizer, **options), *keys) as sdks:
+        replica = ScriptedReplica("r0")
+        await house.ready(replica)
+        yield house, replica, sdks
+
+
 async def ended(sdk: openai.AsyncOpenAI, response_id: str) -> Response:
     """Poll as OpenAI's guide does."""
     async with asyncio.timeout(60):
@@ -82,10 +93,8 @@ async def test_a_client_that_leaves_and_polls_later_finds_what_a_foreground_one_
 
 
 async def test_from_every_event_on_the_rest_comes_live_and_after_the_end(tokenizer: Tokenizer) -> None:
-    async with House() as house, served(house.service(tokenizer)) as [sdk]:
-        replica = ScriptedReplica("r0")
+    async with scripted(tokenizer) as (_, replica, [sdk]):
         replica.pause_at = 4
-        await house.ready(replica)
         begun: list[Any] = []
         async for event in await sdk.responses.create(**ASK, max_output_tokens=8, background=True, stream=True):
             begun.append(event)
@@ -109,9 +118,7 @@ async def test_from_every_event_on_the_rest_comes_live_and_after_the_end(tokeniz
 
 
 async def test_a_response_is_cancelled_while_it_waits_and_while_it_runs(tokenizer: Tokenizer) -> None:
-    async with House() as house, served(house.service(tokenizer)) as [sdk]:
-        replica = ScriptedReplica("r0")
-        await house.ready(replica)
+    async with scripted(tokenizer) as (house, replica, [sdk]):
         for pause_at, text in ((0, ""), (3, "<0><1><2>")):
             replica.pause_at = pause_at
             begun = await sdk.responses.create(**ASK, max_output_tokens=8, background=True)
@@ -132,8 +139,7 @@ async def test_a_response_is_cancelled_while_it_waits_and_while_it_runs(tokenize
 
 
 async def test_a_response_is_there_for_its_own_key_alone_until_it_is_deleted(tokenizer: Tokenizer) -> None:
-    async with House() as house, served(house.service(tokenizer), "the-first-key", "the-other-key") as [mine, other]:
-        await house.ready(ScriptedReplica("r0"))
+    async with scripted(tokenizer, "the-first-key", "the-other-key") as (_, _, [mine, other]):
         begun = await mine.responses.create(**ASK, max_output_tokens=8, background=True)
         for call in (other.responses.retrieve, other.responses.cancel, other.responses.delete):
             with pytest.raises(openai.NotFoundError, match="keeps none but those in the background, of this key"):
@@ -151,9 +157,7 @@ async def test_the_oldest_that_has_ended_makes_room_and_what_runs_does_not(
 ) -> None:
     monkeypatch.setattr(resumable_streams, "MOST_STREAMS", 3)
     body = {**ASK, "max_output_tokens": 8, "background": True}
-    async with House() as house, served(house.service(tokenizer)) as [sdk]:
-        replica = ScriptedReplica("r0")
-        await house.ready(replica)
+    async with scripted(tokenizer) as (_, replica, [sdk]):
         old = [(await ended(sdk, (await sdk.responses.create(**body)).id)).id for _ in range(2)]
         replica.hold.clear()
         running = [(await sdk.responses.create(**body)).id for _ in range(2)]
@@ -173,10 +177,8 @@ async def test_a_key_may_run_half_of_all_and_leaves_the_others_room(
 ) -> None:
     monkeypatch.setattr(resumable_streams, "MOST_STREAMS", 4)
     body = {**ASK, "max_output_tokens": 8, "background": True}
-    async with House() as house, served(house.service(tokenizer), "the-first-key", "the-other-key") as [mine, other]:
-        replica = ScriptedReplica("r0")
+    async with scripted(tokenizer, "the-first-key", "the-other-key") as (_, replica, [mine, other]):
         replica.hold.clear()
-        await house.ready(replica)
         for _ in range(2):
             await mine.responses.create(**body)
         with pytest.raises(openai.RateLimitError):
@@ -186,10 +188,8 @@ async def test_a_key_may_run_half_of_all_and_leaves_the_others_room(
 
 
 async def test_a_failure_in_the_middle_is_a_failed_response_with_what_came(tokenizer: Tokenizer) -> None:
-    async with House() as house, served(house.service(tokenizer)) as [sdk]:
-        replica = ScriptedReplica("r0")
+    async with scripted(tokenizer) as (_, replica, [sdk]):
         replica.finish = Finish(reason=FinishReason.ERROR, message="too late", fault=Fault.TIMED_OUT)
-        await house.ready(replica)
         begun = await sdk.responses.create(**ASK, max_output_tokens=3, background=True)
         response = await ended(sdk, begun.id)
         assert (response.status, response.output_text) == ("failed", "<0><1>")
@@ -214,42 +214,28 @@ async def test_what_is_refused_at_once_is_refused_to_its_client_and_not_kept(tok
 
 
 async def test_a_response_has_a_deadline_and_is_kept_for_a_while_after_its_end(tokenizer: Tokenizer) -> None:
-    async with House() as house:
-        kept = BackgroundStreams(kept_s=0.05, timeout_s=40.0)
-        async with served(house.service(tokenizer, background=kept)) as [sdk]:
-            replica = ScriptedReplica("r0")
-            replica.pause_at = 1
-            await house.ready(replica)
-            begun = await sdk.responses.create(**ASK, max_output_tokens=2, background=True)
-            await sdk.responses.create(**ASK, max_output_tokens=2, background=True, extra_body={"timeout": 7.0})
-            await until_async(lambda: len(replica.requests) == 2)
-            asked = [each.deadline_s or 0.0 for each in replica.requests]
-            assert [39 < asked[0] <= 40, 6 < asked[1] <= 7] == [True, True]
-            await having(sdk, begun.id, "<0>")
-            await asyncio.sleep(0.1)
-            assert (await sdk.responses.retrieve(begun.id)).status == "in_progress"  # as long as it runs
-            replica.hold.set()
-            await until_async(lambda: not kept._streams)
-            with pytest.raises(openai.NotFoundError, match=r"ended more than 0.05 s ago\."):
-                await sdk.responses.retrieve(begun.id)
-
-
-async def test_what_misses_its_deadline_has_failed(service: Service) -> None:
-    async with served(service) as [sdk]:
-        body = {"ignore_eos": True, "timeout": 0.3}
-        begun = await sdk.responses.create(**ASK, background=True, extra_body=body)
-        response = await ended(sdk, begun.id)
-        assert (response.status, response.usage) == ("failed", None)
-        assert response.error is not None
-        assert "deadline" in response.error.message
+    kept = BackgroundStreams(kept_s=0.05, timeout_s=40.0)
+    async with scripted(tokenizer, background=kept) as (_, replica, [sdk]):
+        replica.pause_at = 1
+        begun = await sdk.responses.create(**ASK, max_output_tokens=2, background=True)
+        await sdk.responses.create(**ASK, max_output_tokens=2, background=True, extra_body={"timeout": 7.0})
+        await until_async(lambda: len(replica.requests) == 2)
+        asked = [each.deadline_s or 0.0 for each in replica.requests]
+        assert [39 < asked[0] <= 40, 6 < asked[1] <= 7] == [True, True]
+        await having(sdk, begun.id, "<0>")
+        await asyncio.sleep(0.1)
+        assert (await sdk.responses.retrieve(begun.id)).status == "in_progress"  # as long as it runs
+        replica.hold.set()
+        await until_async(lambda: not kept._streams)
+        with pytest.raises(openai.NotFoundError, match=r"ended more than 0.05 s ago\."):
+            await sdk.responses.retrieve(begun.id)
 
 
 async def test_of_very_many_events_the_first_are_dropped_and_the_response_is_whole(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(background, "MOST_EVENT_BYTES", 2500)
-    async with House() as house, served(house.service(tokenizer)) as [sdk]:
-        await house.ready(ScriptedReplica("r0"))
+    async with scripted(tokenizer) as (_, _, [sdk]):
         begun = await sdk.responses.create(**ASK, max_output_tokens=40, background=True)
         assert (await ended(sdk, begun.id)).output_text.endswith("<38><39>")
         with pytest.raises(openai.APIStatusError, match="are not kept any more") as gone:
@@ -264,18 +250,16 @@ async def test_of_very_many_events_the_first_are_dropped_and_the_response_is_who
 async def test_what_has_ended_is_bounded_and_the_key_with_most_gives_way(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with contextlib.AsyncExitStack() as stack:
-        house = await stack.enter_async_context(House())
-        service = house.service(tokenizer)
-        mine, other = await stack.enter_async_context(served(service, "the-first-key", "the-other-key"))
-        await house.ready(ScriptedReplica("r0"))
+    streams = BackgroundStreams()
+    async with scripted(tokenizer, "the-first-key", "the-other-key", background=streams) as (_, _, [mine, other]):
         small, *large = [
             await ended(sdk, (await sdk.responses.create(**ASK, max_output_tokens=num, background=True)).id)
             for sdk, num in ((other, 1), (mine, 40), (mine, 40))
         ]
-        held = sum(each.num_bytes for each in service.background._streams.values())
+        held = sum(each.num_bytes for each in streams._streams.values())
         monkeypatch.setattr(background, "MOST_ENDED_BYTES", held)
-        large.append(await ended(mine, (await mine.responses.create(**ASK, max_output_tokens=40, background=True)).id))
+        last = await mine.responses.create(**ASK, max_output_tokens=40, background=True)
+        large.append(await ended(mine, last.id))
         with pytest.raises(openai.NotFoundError, match="MiB of those that have ended, and others came"):
             await mine.responses.retrieve(large[0].id)
         assert await other.responses.retrieve(small.id) == small

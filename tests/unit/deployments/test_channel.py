@@ -75,9 +75,11 @@ async def listen(desk: Desk) -> ChannelAddress:
     return await desk.server.start(router_id="router", node_id="here", host="127.0.0.1")
 
 
-async def connect(address: ChannelAddress, *, node_id: str = "here") -> ChannelClient:
+async def connect(
+    address: ChannelAddress, *, replica_id: str = "r0", node_id: str = "here", on_asked: Any = lambda *_: None
+) -> ChannelClient:
     return await ChannelClient.connect(
-        address, replica_id="r0", node_id=node_id, on_asked=lambda client, asked: None, on_lost=lambda client: None
+        address, replica_id=replica_id, node_id=node_id, on_asked=on_asked, on_lost=lambda client: None
     )
 
 
@@ -105,9 +107,7 @@ async def test_after_the_socket_was_removed_a_new_replica_attaches_all_the_same(
     address = await listen(desk)
     before = await connect(address)
     shutil.rmtree(Path(address.unix_path).parent)
-    after = await ChannelClient.connect(
-        address, replica_id="r1", node_id="here", on_asked=lambda client, asked: None, on_lost=lambda client: None
-    )
+    after = await connect(address, replica_id="r1")
     for name, client in (("r0", before), ("r1", after)):
         stream = desk.server.open(["a"], replica_id=name)
         client.sink([delta("a", 7)])
@@ -238,10 +238,7 @@ async def test_what_a_router_asks_arrives_in_order_and_a_replica_that_is_not_con
     address = await listen(desk)
     with pytest.raises(ReplicaGone, match="r0 was lost"):
         desk.server.send("r0", EndRequest("a"))
-    await ChannelClient.connect(
-        address, replica_id="r0", node_id="here", on_asked=lambda client, each: asked.append(each),
-        on_lost=lambda client: None,
-    )  # fmt: skip
+    await connect(address, on_asked=lambda client, each: asked.append(each))
     await until_async(lambda: desk.server.is_connected("r0"))
     for rid in "abc":
         desk.server.send("r0", EndRequest(rid))
@@ -317,12 +314,7 @@ async def test_members_that_all_come_at_once_push_none_of_them_out(desk: Desk) -
     desk.num_members = 200
     strangers = [await asyncio.open_connection(address.host, address.port) for _ in range(200)]
     await until_async(lambda: desk.server.num_strangers == 200)
-    clients = [
-        await ChannelClient.connect(
-            address, replica_id=f"r{at}", node_id="here", on_asked=lambda *_: None, on_lost=lambda _: None
-        )
-        for at in range(64)
-    ]
+    clients = [await connect(address, replica_id=f"r{at}") for at in range(64)]
     await until_async(lambda: all(desk.server.is_connected(f"r{at}") for at in range(64)))
     for _, writer in strangers:
         writer.close()
