@@ -1,6 +1,7 @@
 """What a web page can make a browser send to a Manta without keys, and what programs send, which goes on working."""
 
 import asyncio
+import functools
 import json
 import subprocess
 from collections.abc import AsyncIterator
@@ -12,7 +13,7 @@ import pytest
 from deployments.http.access import browser_rules
 from deployments.http.http_app import make_app
 from deployments.http.service import Service
-from tests.unit.deployments.listening import listening
+from tests.unit.deployments import listening
 
 pytestmark = pytest.mark.model
 HERE = "127.0.0.1:8000"
@@ -20,6 +21,7 @@ EVIL = {"Origin": "http://evil.example"}
 TEXT = {"Content-Type": "text/plain;charset=UTF-8"}
 FORM = {"Content-Type": "application/x-www-form-urlencoded"}
 JSON = {"Content-Type": "application/json"}
+client_of = functools.partial(listening.client_of, base_url=f"http://{HERE}")
 BODY = json.dumps({"prompt": "a", "max_tokens": 1})
 
 
@@ -28,32 +30,26 @@ def app(service: Service, *, listens_on: str = "127.0.0.1", hosts: tuple[str, ..
     return make_app(service, browsers=rules, cors_origins=origins)
 
 
-def client_of(app: Any) -> httpx.AsyncClient:
-    return httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url=f"http://{HERE}", timeout=60)
-
-
 @pytest.fixture
 async def http(service: Service) -> AsyncIterator[httpx.AsyncClient]:
     async with client_of(app(service)) as client:
         yield client
 
 
-@pytest.mark.parametrize("host", ["evil.example", "evil.example:80", "localhost.evil.example", "10.0.0.5", "[::2]"])
-async def test_a_name_that_was_rebound_to_the_loopback_is_refused_on_every_route(
-    http: httpx.AsyncClient, host: str
-) -> None:
+async def test_a_name_that_was_rebound_to_the_loopback_is_refused_on_every_route(http: httpx.AsyncClient) -> None:
     """Security note, item 6: /get_server_info with Host: evil.example was answered."""
     asks = (("GET", "/get_server_info"), ("GET", "/v1/models"), ("POST", "/v1/completions"), ("GET", "/no/such/route"))
-    for method, path in asks:
-        refused = await http.request(method, path, headers={"Host": host, **JSON}, content=BODY)
-        assert (refused.status_code, refused.json()["error"]["code"]) == (403, "host_not_allowed"), path
-        assert refused.json()["error"]["type"] == "permission_error"
-    assert (await http.get("/health", headers={"Host": host})).status_code == 200  # a balancer's probe
+    for host in ("evil.example:80", "localhost.evil.example", "10.0.0.5", "[::2]"):
+        for method, path in asks:
+            refused = await http.request(method, path, headers={"Host": host, **JSON}, content=BODY)
+            assert (refused.status_code, refused.json()["error"]["code"]) == (403, "host_not_allowed"), path
+            assert refused.json()["error"]["type"] == "permission_error"
+        assert (await http.get("/health", headers={"Host": host})).status_code == 200  # a balancer's probe
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1:8000", "localhost", "LOCALHOST:1", "[::1]:8000", "127.8.9.1", ""])
-async def test_names_of_the_loopback_are_answered_and_http_1_0_without_any(http: httpx.AsyncClient, host: str) -> None:
-    assert (await http.get("/v1/models", headers={"Host": host})).status_code == 200
+async def test_names_of_the_loopback_are_answered_and_http_1_0_without_any(http: httpx.AsyncClient) -> None:
+    for host in ("127.0.0.1:8000", "localhost", "LOCALHOST:1", "[::1]:8000", "127.8.9.1", ""):
+        assert (await http.get("/v1/models", headers={"Host": host})).status_code == 200, host
 
 
 async def test_more_hosts_are_a_setting_and_what_is_served_to_other_machines_has_any_name(service: Service) -> None:
@@ -63,33 +59,31 @@ async def test_more_hosts_are_a_setting_and_what_is_served_to_other_machines_has
     assert browser_rules(listens_on="127.0.0.1", has_keys=True, allowed_hosts=()) is None
 
 
-@pytest.mark.parametrize(
-    ("headers", "status"),
-    [
-        ({**TEXT, **EVIL}, 403),  # fetch(..., {method: "POST", mode: "no-cors", body: ...})
-        ({**FORM, **EVIL}, 403),
-        ({**JSON, **EVIL}, 403),  # after a preflight that was refused nobody sends it; if so, no
-        ({**JSON, "Origin": "null"}, 403),  # a sandboxed frame
-        ({**JSON, "Origin": "http://127.0.0.1:3000"}, 403),  # another port is another site
-        ({**TEXT, "Sec-Fetch-Site": "cross-site"}, 403),
-        ({**JSON, "Sec-Fetch-Site": "same-site"}, 403),
-        (TEXT, 415),  # a form of an old browser, which sends neither
-        ({"Content-Type": "multipart/form-data; boundary=x"}, 415),
-        ({**FORM, "Origin": f"http://{HERE}"}, 415),  # a page of our own has no such form
-        ({**FORM, "Sec-Fetch-Site": "none"}, 415),
-        ({**JSON, "Origin": f"http://{HERE}", "Sec-Fetch-Site": "same-origin"}, 200),
-        (JSON, 200),
-        ({"Content-Type": "application/json; charset=utf-8"}, 200),
-        (FORM, 200),  # curl -d
-        ({}, 200),  # requests.post(url, data=json.dumps(...))
-    ],
-)
+POSTS: list[tuple[dict[str, str], int]] = [
+    ({**TEXT, **EVIL}, 403),  # fetch(..., {method: "POST", mode: "no-cors", body: ...})
+    ({**JSON, **EVIL}, 403),  # after a preflight that was refused nobody sends it; if so, no
+    ({**JSON, "Origin": "null"}, 403),  # a sandboxed frame
+    ({**JSON, "Origin": "http://127.0.0.1:3000"}, 403),  # another port is another site
+    ({**TEXT, "Sec-Fetch-Site": "cross-site"}, 403),
+    ({**JSON, "Sec-Fetch-Site": "same-site"}, 403),
+    (TEXT, 415),  # a form of an old browser, which sends neither
+    ({**FORM, "Origin": f"http://{HERE}"}, 415),  # a page of our own has no such form
+    ({**FORM, "Sec-Fetch-Site": "none"}, 415),
+    ({**JSON, "Origin": f"http://{HERE}", "Sec-Fetch-Site": "same-origin"}, 200),
+    (JSON, 200),
+    ({"Content-Type": "application/json; charset=utf-8"}, 200),
+    (FORM, 200),  # curl -d
+    ({}, 200),  # requests.post(url, data=json.dumps(...))
+]
+
+
 async def test_a_post_of_another_sites_page_or_of_no_json_is_refused_and_a_programs_is_not(
-    http: httpx.AsyncClient, headers: dict[str, str], status: int
+    http: httpx.AsyncClient,
 ) -> None:
-    for path, content in (("/v1/completions", BODY), ("/abort_request", '{"rid": "nobody"}')):
-        answer = await http.post(path, content=content, headers=headers)
-        assert answer.status_code == status, (path, answer.text)
+    for headers, status in POSTS:
+        for path, content in (("/v1/completions", BODY), ("/abort_request", '{"rid": "nobody"}')):
+            answer = await http.post(path, content=content, headers=headers)
+            assert answer.status_code == status, (headers, path, answer.text)
 
 
 async def test_a_picture_cannot_flush_the_cache_and_curl_can(http: httpx.AsyncClient) -> None:
@@ -106,7 +100,7 @@ async def test_a_picture_cannot_flush_the_cache_and_curl_can(http: httpx.AsyncCl
 
 
 async def test_curl_works_as_documented_with_and_without_a_content_type(service: Service) -> None:
-    async with listening(app(service)) as port:
+    async with listening.listening(app(service)) as port:
         url = f"http://127.0.0.1:{port}"
         for arguments in (
             [f"{url}/v1/completions", "-d", BODY],

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import openai
 import pytest
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
@@ -28,8 +27,9 @@ from replicas.engine.loop import EngineLoop
 from replicas.errors import InvalidConfig
 from replicas.grammar.checking import Examined
 from tests.embedded import MODEL
+from tests.unit.deployments import listening
 from tests.unit.deployments.in_process import House
-from tests.unit.deployments.listening import listening
+from tests.waiting import until_async
 
 pytestmark = pytest.mark.model
 ONE, OTHER, ADMIN = "key-of-one-client", "key-of-another", "key-of-the-admin"
@@ -45,8 +45,7 @@ def bearer(key: str) -> dict[str, str]:
 
 
 def client_of(service: Service, keys: KeyDigests) -> httpx.AsyncClient:
-    transport = httpx.ASGITransport(app=make_app(service, keys=keys))
-    return httpx.AsyncClient(transport=transport, base_url="http://manta", timeout=60)
+    return listening.client_of(make_app(service, keys=keys))
 
 
 @pytest.fixture
@@ -135,9 +134,7 @@ async def test_a_request_is_aborted_only_with_the_key_that_opened_it(
         return asyncio.create_task(http.post("/v1/completions", json=LONG, headers=headers))
 
     pending = [opened(ONE), opened(OTHER)]
-    async with asyncio.timeout(20):
-        while engine_loop.num_open < 2:
-            await asyncio.sleep(0.01)
+    await until_async(lambda: engine_loop.num_open == 2)
     rids = [record.rid for record in house.dispatcher.routes.recent()]
     assert {client_rid(rid) for rid in rids} == {"same-name"}
     assert len({owner_of(rid) for rid in rids} - {""}) == 2
@@ -153,20 +150,14 @@ async def test_a_request_is_aborted_only_with_the_key_that_opened_it(
     await pending[1]
 
 
-@pytest.mark.parametrize(("isolation", "cached"), [("key", [0, 0, 96]), ("tenant", [0, 0, 96]), ("none", [0, 96, 96])])
-async def test_keys_share_no_cached_prefix_unless_they_are_told_to(
-    service: Service, house: House, engine_loop: EngineLoop, isolation: CacheIsolation, cached: list[int]
+@pytest.mark.parametrize(
+    ("isolation", "cached"), [("key", [0, 0, 0, 96]), ("tenant", [0, 96, 0, 96]), ("none", [0, 96, 96, 96])]
+)
+async def test_keys_and_tenants_share_no_cached_prefix_unless_they_are_told_to(
+    tmp_path: Path, service: Service, isolation: CacheIsolation, cached: list[int]
 ) -> None:
     """Security note, item 11: whoever sent a prompt learnt how much of it another client's had left in the cache. Six
-    pages of 16 tokens, of 100; the salt that both give is the same."""
-    service.__dict__["isolation"] = isolation
-    assert await cached_for(service, KEYS, (ONE, OTHER, ONE)) == cached
-
-
-@pytest.mark.parametrize(("isolation", "cached"), [("key", [0, 0, 0]), ("tenant", [0, 96, 0]), ("none", [0, 96, 96])])
-async def test_the_keys_of_one_tenant_share_cached_prefixes_if_tenants_alone_are_apart(
-    tmp_path: Path, service: Service, engine_loop: EngineLoop, isolation: CacheIsolation, cached: list[int]
-) -> None:
+    pages of 16 tokens, of 100; the salt that all give is the same."""
     service.__dict__["isolation"] = isolation
     held = {ONE: "team", OTHER: "team", "key-of-a-stranger": "strangers"}
     file = tmp_path / "keys.json"
@@ -176,7 +167,14 @@ async def test_the_keys_of_one_tenant_share_cached_prefixes_if_tenants_alone_are
     ]
     file.write_text(json.dumps(entries))
     keys = read_keys(api_key_file=None, admin_key=ADMIN, keys_file=str(file), environ={})
-    assert await cached_for(service, keys, tuple(held)) == cached
+    found = []
+    async with client_of(service, keys) as http:
+        assert (await http.post("/flush_cache?timeout=5", headers=bearer(ADMIN))).status_code == 200
+        for key in (*held, ONE):
+            body = {"prompt": list(range(1000, 1100)), "max_tokens": 1, "cache_salt": "ours"}
+            answer = await http.post("/v1/completions", json=body, headers=bearer(key))
+            found.append(answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
+    assert found == cached
 
 
 def masked(text: str) -> str:
@@ -213,20 +211,6 @@ async def test_what_a_key_may_read_is_the_same_whatever_another_has_cached(
     assert same == different
 
 
-async def cached_for(service: Service, keys: KeyDigests, shown: tuple[str, ...]) -> list[int]:
-    """Send one prompt with each key in turn, to an empty cache. Return how many of its tokens were cached for each."""
-    text = service.tokenizer.decode(list(range(1000, 1100)))
-    ids = service.tokenizer.encode(text).tolist()[:100]
-    found = []
-    async with client_of(service, keys) as http:
-        assert (await http.post("/flush_cache?timeout=5", headers=bearer(ADMIN))).status_code == 200
-        for key in shown:
-            body = {"prompt": ids, "max_tokens": 1, "cache_salt": "ours"}
-            answer = await http.post("/v1/completions", json=body, headers=bearer(key))
-            found.append(answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
-    return found
-
-
 async def test_no_answer_log_line_or_record_holds_a_key(
     http: httpx.AsyncClient, house: House, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -245,27 +229,6 @@ async def test_no_answer_log_line_or_record_holds_a_key(
     digests = [hashlib.sha256(key.encode()) for key in (ONE, OTHER, ADMIN)]
     secret = [ONE, OTHER, ADMIN, *(each.hexdigest() for each in digests), *(repr(each.digest()) for each in digests)]
     assert [each for each in secret for text in told if each in text] == []
-
-
-async def test_the_openai_client_needs_its_key_where_there_are_keys_and_none_where_there_are_not(
-    service: Service,
-) -> None:
-    async def answer(port: int, key: str) -> str:
-        async with openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key=key, max_retries=0) as client:
-            await client.models.list()
-            question: Any = [{"role": "user", "content": "What is the capital of France?"}]
-            name = "SmolLM2-135M-Instruct"
-            stream = await client.chat.completions.create(model=name, messages=question, temperature=0, stream=True)
-            return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
-
-    async with listening(make_app(service, keys=KEYS)) as port:
-        assert await answer(port, ONE) == "The capital of France is Paris."
-        with pytest.raises(openai.AuthenticationError) as refused:
-            await answer(port, "unused")
-        assert (refused.value.status_code, refused.value.code) == (401, "invalid_api_key")
-        assert refused.value.request_id
-    async with listening(make_app(service)) as port:
-        assert await answer(port, "unused") == "The capital of France is Paris."
 
 
 def test_keys_come_from_a_file_and_the_environment_and_what_is_wrong_never_repeats_one(tmp_path: Path) -> None:

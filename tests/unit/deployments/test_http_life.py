@@ -13,6 +13,7 @@ from deployments.http.streaming import sse
 from replicas.engine.loop import EngineLoop
 from tests.unit.deployments.in_process import House, ScriptedReplica
 from tests.unit.deployments.listening import client_of
+from tests.waiting import until_async
 
 pytestmark = pytest.mark.model
 LONG = {"prompt": "Once upon a time", "max_tokens": 4000, "ignore_eos": True}
@@ -38,16 +39,10 @@ async def leave_after_first_event(app: Any, body: bytes) -> None:
     await asyncio.wait_for(app(scope, receive, send), 20)
 
 
-async def until_idle(loop: EngineLoop, within_s: float) -> None:
-    async with asyncio.timeout(within_s):
-        while loop.num_open:
-            await asyncio.sleep(0.01)
-
-
 async def test_a_client_that_leaves_a_stream_aborts_its_request(service: Service, engine_loop: EngineLoop) -> None:
     """Trap: a disconnect must abort in the engine and free the pages within a second."""
     await leave_after_first_event(make_app(service), sse({**LONG, "stream": True}).removeprefix(b"data: "))
-    await until_idle(engine_loop, 1.0)
+    await until_async(lambda: not engine_loop.num_open, 1.0)
 
 
 async def test_a_client_that_leaves_a_plain_request_aborts_it_too(
@@ -55,11 +50,9 @@ async def test_a_client_that_leaves_a_plain_request_aborts_it_too(
 ) -> None:
     aborted = engine_loop.stats().num_aborted
     pending = asyncio.create_task(client.post("/v1/completions", json=LONG))
-    async with asyncio.timeout(10):
-        while not engine_loop.num_open:
-            await asyncio.sleep(0.01)
+    await until_async(lambda: engine_loop.num_open > 0)
     pending.cancel()  # httpx closes; the app is cancelled, as Ray Serve cancels it
-    await until_idle(engine_loop, 1.0)
+    await until_async(lambda: not engine_loop.num_open, 1.0)
     assert (await engine_loop.run_on_engine(lambda engine: engine.stats())).num_aborted == aborted + 1
 
 
