@@ -473,6 +473,9 @@ async def _nothing_tells_apart(web: Client, theirs: str, none: str) -> None:
             ]
             assert told[0].status_code == told[1].status_code == (404 if "model" in field else 400), (path, field)
             assert told[0].text.replace(theirs, none) == told[1].text, (path, field)
+        for field, value in {"adapter_id": none, "lora_request": {"name": none}}.items() if path != "/tokenize" else ():
+            refused = await web.http.post(path, json={**asks, field: value})
+            assert (refused.status_code, f"{field}: " in refused.text) == (400, True), (path, field)
     assert len(web.replica.requests) == num_before
 
 

@@ -37,6 +37,7 @@ NOW_S, BUILT_S = 1_800_000_000.0, 1_790_000_000.0
         (doctor.http_proxies([]), OK),
         (doctor.http_proxies(["http_proxy"]), WARNING),
         (doctor.cores(2, None), OK),
+        (doctor.cores(2, 2.0), OK),
         (doctor.cores(2, 1.5), WARNING),
         (doctor.cores(1, None), WARNING),
         (doctor.memory(2 * GIB, GIB, gpus_wanted=False), OK),
