@@ -15,6 +15,7 @@ from replicas.errors import InvalidConfig
 from replicas.memory.pool import MHATokenToKVPool
 from replicas.memory.scaled_pool import kv_pool
 from tests.attention_steps import SmallPool, Step, make_step
+from tests.pairwise import cases
 
 make_cpu = functools.partial(CpuAttention, dtype=torch.float32)
 
@@ -45,22 +46,17 @@ def error(step: Step, *, threads: int = 2, kind: AttentionKind = PLAIN) -> float
     return float((got - oracle(step, kind=kind)).abs().max())
 
 
-@pytest.mark.parametrize("page_size", [1, 7, 16, 256])
-@pytest.mark.parametrize("heads", [(4, 4), (9, 3), (8, 1), (14, 2)], ids=lambda h: f"{h[0]}q{h[1]}kv")
-@pytest.mark.parametrize("threads", [1, 2])
-def test_decode_equals_the_oracle_on_a_ragged_batch(page_size: int, heads: tuple[int, int], threads: int) -> None:
-    lengths = [(n, 1) for n in (0, 1, 15, 16, 127, 128, 300)]
-    step = make_step(lengths, num_heads=heads[0], num_kv_heads=heads[1], page_size=page_size)
-    assert error(step, threads=threads) < 1e-5
+HEADS = {f"{heads}q{kv}kv": (heads, kv) for heads, kv in ((4, 4), (9, 3), (8, 1), (14, 2))}
 
 
-@pytest.mark.parametrize("page_size", [1, 7, 16, 256])
-@pytest.mark.parametrize("heads", [(4, 4), (9, 3), (8, 1), (14, 2)], ids=lambda h: f"{h[0]}q{h[1]}kv")
-@pytest.mark.parametrize("threads", [1, 2])
-def test_extend_equals_the_oracle_with_and_without_prefix(page_size: int, heads: tuple[int, int], threads: int) -> None:
-    lengths = [(0, 1), (0, 200), (64, 63), (33, 2), (130, 65), (16, 16)]
-    step = make_step(lengths, num_heads=heads[0], num_kv_heads=heads[1], page_size=page_size)
-    assert error(step, threads=threads) < 1e-5
+@cases(page_size=[1, 7, 16, 256], heads=HEADS, threads=[1, 2])
+def test_decode_and_extend_equal_the_oracle_on_ragged_batches_with_and_without_prefix(
+    page_size: int, heads: tuple[int, int], threads: int
+) -> None:
+    decoding = [(n, 1) for n in (0, 1, 15, 16, 127, 128, 300)]
+    for lengths in (decoding, [(0, 1), (0, 200), (64, 63), (33, 2), (130, 65), (16, 16)]):
+        step = make_step(lengths, num_heads=heads[0], num_kv_heads=heads[1], page_size=page_size)
+        assert error(step, threads=threads) < 1e-5
 
 
 @pytest.mark.parametrize("head_dim", [16, 32, 80, 128])
@@ -126,9 +122,7 @@ def chunk_of(step: Step, first: int, last: int) -> Step:
     return part
 
 
-@pytest.mark.parametrize("page_size", [1, 16, 64])
-@pytest.mark.parametrize("size", [2, 8, 32])
-@pytest.mark.parametrize("length", [128, 192, 256, 320])
+@cases(length=[128, 192, 256, 320], size=[2, 8, 32], page_size=[1, 16, 64])
 def test_a_group_with_one_prefix_equals_the_oracle(size: int, length: int, page_size: int) -> None:
     """Contexts end at, just after, and far from the shared part's end; one request is in no group."""
     lengths = [(length + 37 * (b % 5), 1) for b in range(size)]
@@ -184,14 +178,6 @@ def test_what_is_no_number_is_none_in_the_pool_either(kv_dtype: str, odd: float)
         step.v[token] = odd
     finite = torch.isfinite(cpu(step)).all(dim=1)
     assert finite.tolist() == [True] * 7 + [False, False, True, False]
-
-
-def test_a_prefix_shared_by_a_group_is_read_from_its_first_member_alone() -> None:
-    """The second member's row is broken where the group says that it equals the first's: it is never read there."""
-    step = make_step([(300, 1), (290, 1)], shared=[([0, 1], 256)])
-    wanted = cpu(step).clone()
-    step.batch.table[step.batch.rows[1], :256] = 0
-    assert torch.equal(cpu(step), wanted)
 
 
 def test_a_backend_serves_steps_of_all_sizes_one_after_the_other() -> None:
@@ -257,9 +243,10 @@ def test_prompts_over_one_prefix_equal_the_oracle_and_themselves_alone_bit_for_b
         assert torch.equal(cpu(alone, threads=threads), together[bounds[b] : bounds[b + 1]])
 
 
-def test_a_prefix_in_common_is_read_from_the_first_of_a_tile() -> None:
+@pytest.mark.parametrize("new", [1, 3], ids=["decode", "extend"])
+def test_a_prefix_in_common_is_read_from_the_first_of_a_group_alone(new: int) -> None:
     """The second's row is broken where the group says that it equals the first's: it is never read there."""
-    step = make_step([(300, 3), (290, 4)], shared=[([0, 1], 256)])
+    step = make_step([(300, new), (290, new)], shared=[([0, 1], 256)])
     wanted = cpu(step, threads=1).clone()
     step.batch.table[step.batch.rows[1], :256] = 0
     assert torch.equal(cpu(step, threads=1), wanted)

@@ -1,14 +1,16 @@
 """The fast CPU attention of layers that do more than plain causal attention: against the oracle, and its promises."""
 
 import random
+from typing import Any
 
 import pytest
 import torch
 
-from replicas.attention.cpu import CHUNK, CpuAttention, decode_tasks
+from replicas.attention.cpu import CHUNK, CpuAttention, decode_tasks, why_not
 from replicas.attention.torch_native import PLAIN, TorchNativeAttention
 from replicas.config import AttentionKind
-from tests.attention_steps import SmallPool, make_step
+from tests.attention_steps import SmallPool, Step, make_step
+from tests.pairwise import cases
 from tests.unit.attention.test_cpu_attention import chunk_of, cpu, error, oracle, pick
 
 KINDS = {
@@ -135,3 +137,44 @@ def test_layers_of_several_kinds_run_one_after_the_other_and_in_the_stages_of_a_
     sinking.begin(step.batch)
     sinking.decode_stages(1, step.q, step.k, step.v, out)
     assert not sinking.set_stages(), "sinks come with each call"
+
+
+LATENT = {"tiny": (4, 32, 48), "lite": (16, 512, 576)}  # heads, kv_lora_rank, and the length of a vector
+
+
+def latent_step(lengths: list[tuple[int, int]], shape: str = "tiny", kv_dtype: str = "float32", **more: Any) -> Step:
+    """One KV head for all query heads, whose values are the keys' first columns."""
+    heads, rank, dim = LATENT[shape]
+    return make_step(
+        lengths, num_heads=heads, num_kv_heads=1, head_dim=dim, kv_dtype=kv_dtype, kv_lora_rank=rank, **more
+    )
+
+
+@pytest.mark.usefixtures("widened")
+@cases(shape=LATENT.keys(), page_size=[7, 16], kv_dtype=["float32", "bfloat16"])
+def test_latent_vectors_equal_the_oracle(shape: str, page_size: int, kv_dtype: str) -> None:
+    """The kernels store the step's vectors; the oracle reads what they stored."""
+    for lengths in ([(n, 1) for n in (0, 15, 16, 127, 300)], [(0, 1), (0, 100), (33, 2), (130, 65)]):
+        step = latent_step(lengths, shape, kv_dtype, page_size=page_size)
+        got = cpu(step).clone()
+        assert got.shape == (step.q.shape[0], LATENT[shape][0] * LATENT[shape][1])
+        torch.testing.assert_close(got, oracle(step), atol=1e-5, rtol=1e-5)
+
+
+def test_latent_vectors_give_the_same_bits_in_any_batch_chunk_and_group() -> None:
+    together = latent_step([(300, 1)] * 4, shared=[([0, 1, 2, 3], 256)])
+    shared = cpu(together).clone()
+    together.batch.prefix_groups = ()
+    for threads in (1, 2):
+        assert torch.equal(cpu(together, threads=threads), shared)
+    whole = latent_step([(0, 150)])
+    wanted = cpu(whole).clone()
+    for first, last in ((0, 70), (70, 150)):
+        part = chunk_of(whole, first, last)
+        part.v = part.k[..., :32]  # a view of the keys
+        assert torch.equal(cpu(part), wanted[first:last])
+
+
+def test_latent_vectors_that_are_no_multiple_of_16_are_left_to_the_plain_backend() -> None:
+    step = make_step([(3, 1)], num_heads=4, num_kv_heads=1, head_dim=24, kv_dtype="float32", kv_lora_rank=16)
+    assert why_not(step.pool, dtype=torch.float32, head_dim=24) == "needs a head_dim that is a multiple of 16, got 24"

@@ -57,4 +57,5 @@ first = step()
 assert len(first) >= 8, first
 assert all(step() == first for _ in range(5))
 """
-    subprocess.run([sys.executable, "-c", program], check=True, env=os.environ | {"OMP_NUM_THREADS": "8"})
+    settings = {"OMP_NUM_THREADS": "8", "OMP_WAIT_POLICY": "passive"}
+    subprocess.run([sys.executable, "-c", program], check=True, env=os.environ | settings)
