@@ -25,7 +25,7 @@ ARITHMETIC = [
         )
     ),
 ]  # fmt: skip
-MORE = ["tests/numerics/test_kv_dtypes.py"]
+MORE = ["tests/numerics/test_kv_dtypes.py", "tests/numerics/test_mixed_answers.py"]
 
 
 def main(arguments: Sequence[str]) -> None:
