@@ -48,7 +48,7 @@ from replicas.loading.model_files import load_model_config, model_identity
 from replicas.loading.product_choice import default_told, describe_products
 from replicas.memory.host import HostKVCache
 from replicas.ranks.port import MakeAgent, PortSpec
-from replicas.resolve import resolve
+from replicas.resolve import resolve, transfer_problems
 from replicas.runner.kv_access import RankedCopier
 from replicas.runner.warm_up import time_decode
 from replicas.text.tokenizer import Tokenizer
@@ -260,18 +260,8 @@ def _page_home(config: EngineConfig, kv: KvCache, host: HostKVCache | None) -> T
 
 def port_spec(config: EngineConfig, settings: TransferSettings) -> PortSpec:
     """Return what all ports agree on. Raises: InvalidConfig when this engine's pages cannot be handed over."""
-    if config.cache.label_channels is not None:
-        raise InvalidConfig(f"attention = {config.attention!r} with KV transfers: pages come without labels; set auto")
-    if config.model.states and not config.model.num_layers:
-        raise InvalidConfig(
-            f"KV transfers of {config.model.architecture}: it keeps recurrent states alone, and pages of K and V would "
-            "carry them; serve it without KV transfers"
-        )
-    if config.model.states and config.parallel.tp > 1:
-        raise InvalidConfig(
-            f"KV transfers of {config.model.architecture} with parallel.tp = {config.parallel.tp}: recurrent states "
-            "are handed over by one rank; set parallel.tp: 1, or serve it without KV transfers"
-        )
+    if problems := list(transfer_problems(config)):
+        raise InvalidConfig(*problems)
     try:
         identity = model_identity(config.model.path, config.model.quantization)
         return PortSpec(layout=kv_layout(config, identity), settings=settings)

@@ -135,6 +135,23 @@ def _state_problems(model: ModelConfig, cache: CacheConfig) -> Iterator[str]:
         )
 
 
+def transfer_problems(config: EngineConfig) -> Iterator[str]:
+    """List why replicas of ``config`` cannot take part in KV transfers: mode: disaggregated, or transfer.fetch."""
+    model, tp = config.model, config.parallel.tp
+    if config.cache.label_channels is not None:
+        yield f"attention = {config.attention!r} with KV transfers: pages arrive without labels; set auto"
+    if model.states and not model.num_layers:
+        yield (
+            f"KV transfers of {model.architecture}: it keeps recurrent states alone, and pages of K and V would carry "
+            "them; set mode: unified and transfer.fetch: off"
+        )
+    elif model.states and tp > 1:
+        yield (
+            f"parallel.tp = {tp} with KV transfers of {model.architecture}: recurrent states are handed over by one "
+            "rank; set parallel.tp: 1, or mode: unified and transfer.fetch: off"
+        )
+
+
 def _decode_steps(
     scheduler: SchedulerConfig, model: ModelConfig, parallel: ParallelConfig, device: Device
 ) -> tuple[SchedulerConfig, dict[str, str]]:

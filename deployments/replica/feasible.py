@@ -23,16 +23,10 @@ from replicas.config import EngineConfig, Hardware, ModelConfig
 from replicas.errors import InvalidConfig, UnsupportedModel
 from replicas.loading.model_files import load_model_config
 from replicas.memory import sizing
-from replicas.resolve import resolve, settings_problems
+from replicas.resolve import resolve, settings_problems, transfer_problems
 from replicas.text.tokenizer import Tokenizer
 from routing.types import Role
 
-KEEPS_STATES = (
-    "mode: disaggregated hands states over with pages of K and V, and this model has none: set mode: unified"
-)
-RANKED_STATES = (
-    "mode: disaggregated hands the states of this model over by one rank: set parallel.tp: 1, or mode: unified"
-)
 ANY_MEMORY = 1 << 62  # of replicas on machines that are not this one
 
 
@@ -83,14 +77,12 @@ def impossible(config: AppConfig, *, available_bytes: int = ANY_MEMORY) -> list[
     with collected():
         heads = None if model is None else model.num_kv_heads
         check_ranks(config, num_kv_heads=heads, latent=model is not None and model.mla is not None)
-    if model is not None and model.states and not model.num_layers and config.mode != "unified":
-        found[KEEPS_STATES] = None
     for role in roles_of(config) if model is not None else ():
         try:
             engine = engine_of(config, role, available_bytes=available_bytes)
             most_pool_tokens(engine)
-            if engine.model.states and engine.hands_off and engine.parallel.tp > 1:
-                raise InvalidConfig(RANKED_STATES)
+            if (engine.hands_off or config.transfer.fetch != "off") and (problems := [*transfer_problems(engine)]):
+                raise InvalidConfig(*problems)
         except InvalidConfig as error:
             found.update(dict.fromkeys(_named(problem, config, role) for problem in error.problems))
     return list(found)

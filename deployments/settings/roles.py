@@ -48,9 +48,9 @@ def config_of(config: AppConfig, role: Role) -> AppConfig:
 
 
 def check_ranks(config: AppConfig, *, num_kv_heads: int | None = None, latent: bool = False) -> None:
-    """Check that each rank of several has a GPU of its own, if any, as NCCL wants. And that the ranks of both roles can
-    hand pages to each other: each rank has whole KV heads, and all heads of a rank on the side with more ranks belong
-    to one rank of the other side.
+    """Check that each rank of several has a GPU of its own, if any, as NCCL wants. And that the ranks of both roles,
+    or of two replicas that fetch, can hand pages to each other: each rank has whole KV heads, and all heads of a rank
+    on the side with more ranks belong to one rank of the other side.
 
     Args:   num_kv_heads: of the model; None where it is not known yet.
             latent: whether all ranks have the same pages (MLA): then any sizes will do.
@@ -63,15 +63,17 @@ def check_ranks(config: AppConfig, *, num_kv_heads: int | None = None, latent: b
                 f"gpus = {own.replicas.gpus:g} with tp = {own.parallel.tp} ({role.value} replicas): the ranks of a "
                 "replica cannot share a GPU; set gpus: 1 (each rank gets one), or tp: 1"
             )
-    if config.mode == "unified" or latent:
+    if latent or (config.mode == "unified" and config.transfer.fetch == "off"):
         return
-    prefill, decode = (config_of(config, role).parallel.tp for role in (Role.PREFILL, Role.DECODE))
-    if max(prefill, decode) % min(prefill, decode):
+    sizes = {role: config_of(config, role).parallel.tp for role in roles_of(config)}
+    if max(sizes.values()) % min(sizes.values()):
         raise InvalidConfig(
-            f"prefill.tp = {prefill} and decode.tp = {decode}: one must be a multiple of the other, so that the heads "
-            "that a rank sends are heads that one rank, or a whole number of them, receives"
+            f"prefill.tp = {sizes[Role.PREFILL]} and decode.tp = {sizes[Role.DECODE]}: one must be a multiple "
+            "of the other, so that the heads that a rank sends are heads that one rank, or a whole number of them, "
+            "receives"
         )
-    for name, tp in (("prefill", prefill), ("decode", decode)):
+    for role, tp in sizes.items():
+        name = "parallel" if role is Role.UNIFIED else role.value
         if num_kv_heads is not None and num_kv_heads % tp:
             raise InvalidConfig(
                 f"{name}.tp = {tp} does not split the model's {num_kv_heads} KV heads, and only whole heads can be "
