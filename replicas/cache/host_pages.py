@@ -63,6 +63,11 @@ class HostPages:
         assert num_pages <= self.coming, f"{num_pages} host pages arrive, {self.coming} were to come"
         self.coming -= num_pages
 
+    def give_back(self, pages: Pages) -> None:
+        """Free pages that were to come, and that nothing came into."""
+        self.arrived(len(pages))
+        self.free(pages)
+
     def keep(self, page: int, snapshot: Snapshot, key: PageKey) -> None:
         """Let ``page`` of the tree, that of ``key``, have a ``snapshot``, in taken pages."""
         assert not self._leads[page], f"host page {page} has a snapshot"
@@ -111,9 +116,12 @@ class HostPages:
         assert len(np.unique(in_tree)) == len(in_tree), "a host page is in the tree twice"
         assert not np.intersect1d(in_tree, free).size, "a host page of the tree is free"
         held = self.num_pages - len(free)
-        lies = np.concatenate([in_tree, *(snapshot.pages for snapshot, _ in self._snapshots.values())])
+        of_snapshots = [snapshot.pages for snapshot, _ in self._snapshots.values()]
+        assert len(set(map(len, of_snapshots))) <= 1, f"snapshots have {sorted(set(map(len, of_snapshots)))} host pages"
+        lies = np.concatenate([in_tree, *of_snapshots])
         assert len(np.unique(lies)) == len(lies), "a host page is of two snapshots, or in the tree"
         assert not np.intersect1d(lies, free).size, "a host page of a snapshot is free"
+        assert self._late.isdisjoint([*lies.tolist(), *free.tolist()]), "a host page that is only read is another's"
         assert np.array_equal(np.flatnonzero(self._leads), sorted(self._snapshots)), "snapshots are miscounted"
         assert set(self._snapshots) <= set(in_tree.tolist()), "a snapshot has outlived its page"
         assert held == len(lies) + len(self._late) + self.coming, (

@@ -124,7 +124,8 @@ class KvCache:
         has locked, and are locked then too. A page that is wrong there ends it; it is dropped, to be computed anew.
 
         Args:    whole: as for `admit`.
-        Returns: tokens that were loaded, and those that are left there to be loaded.
+        Returns: tokens that were loaded, and those that are left there to be loaded; as many for a snapshot as its
+        pages would hold.
         Raises:  PagesExhausted when even eviction cannot make room; nothing is loaded then.
         """
         tiers, holding, ps = self.store.tiers, _holding(req), self.page_size
@@ -163,7 +164,7 @@ class KvCache:
         self, req: Req, ids: TokenIds, max_tokens: int, tiers: HiRadixCache, parts: SnapshotAllocator
     ) -> tuple[int, int]:
         """As `load`, up to the last page of ``ids`` whose snapshot is on the host: K and V before it that are not on
-        the device, by ``max_tokens`` at a time, and with the last of them the snapshot."""
+        the device, and the snapshot, by ``max_tokens`` at a time."""
         holding, ps = _holding(req), self.page_size
         hosts, devices = tiers.where(ids, req.salt, 0)
         ends = np.flatnonzero(tiers.host.has_snapshot(hosts))
@@ -174,8 +175,10 @@ class KvCache:
         if end <= first or parts.has(devices[end - 1 : end]).any() or not tiers.worth_loading(room, num_tokens):
             return 0, 0
         most = min(num_pages, max_tokens // ps)
+        # a snapshot comes whole, so one that is longer than all that may be loaded at once comes alone
+        is_last = room * ps <= max_tokens or not num_pages
         if max_tokens < ps:
-            return 0, num_tokens
+            return 0, room * ps
         match = tiers.match_prefix(ids[: end * ps], req.salt, count_hit=False)
         assert match.host_node is not None
         path, needed_by = tiers.inc_lock_ref(match.host_node), f"request {req.rid}"
@@ -186,8 +189,8 @@ class KvCache:
             if most:
                 num_loaded = len(self.store.load(match, most, needed_by, req.asked.tenant))
             is_right = num_loaded == most
-            if is_right and most < num_pages:
-                return num_loaded * ps, num_tokens - num_loaded * ps
+            if is_right and not is_last:
+                return num_loaded * ps, (room - num_loaded) * ps
             match = tiers.match_prefix(ids[: end * ps], req.salt, count_hit=False)
             if is_right and self.store.load_snapshot(int(hosts[end - 1]), int(match.pages[-1])):
                 parts.released(req, self.table.view(holding.row, 0, holding.kv_len))
@@ -205,7 +208,7 @@ class KvCache:
             return 0, 0
         if req.stamps.admitted_s is None:
             req.cached = replace(req.cached, host=req.cached.host + num_tokens)
-        return num_tokens, 0
+        return room * ps, 0
 
     def keeps(self, req: Req) -> bool:
         """Whether what is computed of ``req`` is found again when it is retracted."""

@@ -90,7 +90,7 @@ class TieredPageHome:
             host[only_device] = passing
         payload, digests = self._memory.view[host], self._memory.digests[host]  # copies
         if passing is not None:
-            tiers.give_back(passing)
+            tiers.host.give_back(passing)
         tiers.counters.pushed_pages += num
         return payload, digests
 

@@ -162,8 +162,11 @@ class PageStore:
         assert self.tiers is not None
         self.make_room(num_pages, needed_by, tenant)
         pages = self.allocator.alloc(num_pages, rid=needed_by)
-        num_loaded = self.tiers.load(match, pages)
-        self.allocator.free(pages[num_loaded:])
+        num_loaded = 0
+        try:
+            num_loaded = self.tiers.load(match, pages)
+        finally:
+            self.allocator.free(pages[num_loaded:])
         return pages[:num_loaded]
 
     def load_snapshot(self, host_page: int, page: int) -> bool:
@@ -172,12 +175,15 @@ class PageStore:
         assert isinstance(self.tiers, HiRadixCacheOfStates)
         assert isinstance(self.parts, SnapshotAllocator)
         pages = self.allocator.alloc(self.parts.snapshot_pages, rid="a snapshot")
-        snapshot = self.tiers.load_snapshot(host_page, pages)
-        if snapshot is None:
-            self.allocator.free(pages)
-            return False
-        self.parts.put(page, snapshot)
-        return True
+        snapshot = None
+        try:
+            snapshot = self.tiers.load_snapshot(host_page, pages)
+        finally:
+            if snapshot is None:
+                self.allocator.free(pages)
+        if snapshot is not None:
+            self.parts.put(page, snapshot)
+        return snapshot is not None
 
     def lend(self, token_ids: TokenIds, salt: str, rid: str) -> tuple[Pages, Detained]:
         """Lock the longest prefix of ``token_ids`` [n] that is cached, so that a peer may read it. What is on the host

@@ -366,7 +366,8 @@ class SnapshotAllocator(PartAllocator):
         super().__init__(num_pages, page_size, num_snapshots)
         self.snapshot_pages = snapshot_pages
         self.find_room: Callable[[int], bool] = lambda num_pages: num_pages <= self.num_free  # set once, by PageStore
-        self.run: Callable[[Sequence[StateCopy]], None] = lambda copies: None  # now; set once, when the engine starts
+        # now, and returns the numbers of those that could not be made; set once, when the engine starts
+        self.run: Callable[[Sequence[StateCopy]], Sequence[int]] = lambda copies: ()
         self._lies = np.arange(num_snapshots + 1, dtype=np.int32)[:, None]  # [n + 1, pages] by part
         if snapshot_pages:
             self._lies = np.zeros((num_snapshots + 1, snapshot_pages), dtype=np.int32)
@@ -413,7 +414,7 @@ class SnapshotAllocator(PartAllocator):
     def came(self, req: Req) -> None:
         assert req.holding is not None
         req.holding.behind = replace(req.holding.behind, computed_from=req.num_tokens)
-        self.run(self.drain())  # copies that are ordered know the states that the row has had until now
+        self._run_now()  # copies that are ordered know the states that the row has had until now
 
     def released(self, req: Req, row: Slots) -> None:
         """Drop the copy to ``req`` if it was to go on and did not."""
@@ -441,6 +442,14 @@ class SnapshotAllocator(PartAllocator):
         self._give_up(np.array([page], dtype=np.int32))
         self.evicted += 1
         return self.snapshot_pages
+
+    def falls_to(self, above: int, page: int) -> float:
+        """Let requests that would have gone on behind ``page``, whose snapshot goes, do so behind ``above``. Returns:
+        what that is worth then."""
+        self._end[above] = max(self._end[above], self._end[page])
+        self._since[above] = max(self._since[above], self._since[page])
+        worth = self._worth.of(self._end[[above]], self._num_reqs - self._since[[above]])
+        return float(worth[0] * self._luck[above])
 
     def _end_chunk(self, req: Req, start: int) -> None:
         """Let a chunk of the prompt of ``req`` end where states are kept next from ``start`` on: behind a branch,
@@ -483,9 +492,19 @@ class SnapshotAllocator(PartAllocator):
         super()._give_up(pages)
         if self.snapshot_pages and len(parts):
             gone = set(self._copies[parts].tolist())
-            if any(copy.snapshot in gone for copy in self._log):
-                self.run(self.drain())
-            PagedTokenToKVPoolAllocator.free(self, self._lies[parts].ravel())
+            try:
+                if any(copy.snapshot in gone for copy in self._log):
+                    self._run_now()
+            finally:  # where ranks could not be told, nothing is written later to pages that are another's by then
+                self._log = [copy for copy in self._log if copy.from_snapshot or copy.snapshot not in gone]
+                PagedTokenToKVPoolAllocator.free(self, self._lies[parts].ravel())
+
+    def _run_now(self) -> None:
+        """Have the copies that are ordered made, and give up the snapshots that hold nothing by that."""
+        lost = self.run(tuple(self._log))
+        self._log = []
+        if len(lost):
+            self._give_up(np.flatnonzero((self._part > 0) & np.isin(self._copies[self._part], lost)).astype(np.int32))
 
     def drain(self) -> list[StateCopy]:
         """Return the copies to make before the next step."""

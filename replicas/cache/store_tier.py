@@ -253,7 +253,7 @@ class StoreTier:
             counted = self._worker.stats()
             self._s_per_token = counted.read_s / counted.reads / self._tiers.page_size if counted.reads else 0.0
         if over and fetch.num_adopted < len(fetch.host_pages):
-            self._tiers.give_back(fetch.host_pages[fetch.num_adopted :])
+            self._tiers.host.give_back(fetch.host_pages[fetch.num_adopted :])
             fetch.host_pages = fetch.host_pages[: fetch.num_adopted]
 
     def _wait_until_s(self, fetch: Fetch) -> float:

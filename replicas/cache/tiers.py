@@ -15,6 +15,7 @@ The pages of a node are
 Pages of a victim that is not worth a copy are forgotten, and with them what hangs below it on the host.
 """
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -31,8 +32,11 @@ from replicas.cache.host_pages import HostPages, HostTier, TierCounters
 from replicas.cache.node import NO_PAGES, TreeNode, path_to, walk
 from replicas.cache.radix import RadixCache
 from replicas.cache.write_policy import WritePolicy
+from replicas.errors import MantaError
 from replicas.memory.allocator import Pages
 from replicas.types import TierStats, TokenIds
+
+log = logging.getLogger(__name__)
 
 UNMEASURED_RATIO = 8  # tokens loaded in the time of one computed, until both are measured
 MEASURE_EVERY = 32  # of the prefixes that seem quicker to compute, the share that is loaded
@@ -53,10 +57,7 @@ class HiRadixCache(RadixCache):
         policy: str = "lru",
         events: EventLog | None = None,
         clock: Callable[[], float] = time.monotonic,
-        spare: Callable[[TreeNode], bool] | None = None,
     ) -> None:
-        """``spare``: whether the host may lose a node for nothing; by default, as the device has it too and copies it
-        again when it evicts it. Then the two tiers hold most between them."""
         super().__init__(page_size, policy=policy, events=events, clock=clock)
         self._names_pages = True
         self.host = HostPages(host.num_pages)
@@ -66,13 +67,12 @@ class HiRadixCache(RadixCache):
         self.compute_s_per_token = 0.0  # by the engine's steps; 0 until measured
         self.copier = host.copier
         self._write = WritePolicy.make(host.write, ghost_capacity=GHOSTS_PER_PAGE * host.num_pages)
-        again = self._write.rule.at_eviction
         self._host_queue = host_queue(
             host.eviction,
             host.num_pages,
             retention=self.retention,
             write=self._write,
-            spare=spare or (lambda node: again and node.on_device),
+            spare=self._is_spare,
         )
         self.retention.queues.append(self._host_queue)
         self._dirty: deque[TreeNode] = deque()  # to be copied in idle time, oldest first; some are copied or gone
@@ -152,20 +152,15 @@ class HiRadixCache(RadixCache):
                 assert not child.on_device, "the device uses a page that is to be dropped"
                 if at < first:
                     self._split_node(child, first - at)
-                self._remove_subtree(child)
+                self._drop(child)
                 return
             at += common
 
     def take_host(self, num_pages: int, *, spare: Callable[[TreeNode], bool] = lambda node: False) -> Pages | None:
         """Take host pages for what a store or a peer brings; evicts for it, up to the first node to ``spare``. They
-        come back by `adopt` or `give_back`. None: even so there are not as many."""
+        come back by `adopt` or `HostPages.give_back`. None: even so there are not as many."""
         self._room_on_host(num_pages, spare)
         return self.host.take(num_pages, coming=True) if self.host.num_free >= num_pages else None
-
-    def give_back(self, host_pages: Pages) -> None:
-        """Free pages of `take_host` that nothing came into."""
-        self.host.arrived(len(host_pages))
-        self.host.free(host_pages)
 
     def adopt(self, token_ids: TokenIds, salt: str, host_pages: Pages, first: int, *, stored: bool = False) -> int:
         """Give the tree ``host_pages`` [n] of `take_host`, sealed: pages [first, first + n) of ``token_ids``.
@@ -334,7 +329,7 @@ class HiRadixCache(RadixCache):
         if not leaf.on_host and (leaf.children or (self.cuts and self._is_worth_copying(leaf, leaf.num_pages))):
             self._give_host_pages(leaf)
         if not leaf.on_host:
-            self._remove_subtree(leaf)
+            self._drop(leaf)
             return pages
         self._queue.left(leaf)
         leaf.pages = NO_PAGES
@@ -345,6 +340,11 @@ class HiRadixCache(RadixCache):
         self.retention.file(leaf)
         self.retention.file(parent)
         return pages
+
+    def _is_spare(self, node: TreeNode) -> bool:
+        """Tell whether the host may lose ``node`` for nothing: the device has it too, and copies it again when it goes
+        there. Then the two tiers hold most between them."""
+        return self._write.rule.at_eviction and node.on_device
 
     def _is_worth_copying(self, node: TreeNode, num_pages: int) -> bool:
         """Tell whether ``node`` is worth ``num_pages`` on the host: it is kept for who comes back, or the policy says
@@ -377,7 +377,14 @@ class HiRadixCache(RadixCache):
             _, last = np.unique(host[::-1], return_index=True)
             device, host = device[::-1][last], host[::-1][last]
         started_s = self._clock()
-        self.copier.backup(device, host)
+        try:
+            self.copier.backup(device, host)
+        except (MantaError, RuntimeError) as error:  # a rank that is gone ends the engine at the next step
+            log.warning("%d pages that leave the device are forgotten: %s", len(host), error)
+            for node, _, _ in copies:
+                if node.on_host and node.parent is not None:
+                    self._drop(node)
+            return
         self.counters.written_pages += len(host)
         self.counters.write_s += self._clock() - started_s
         for node, _, _ in copies:
@@ -399,16 +406,17 @@ class HiRadixCache(RadixCache):
             if node.num_pages > short and self.cuts:
                 self._split_node(node, node.num_pages - short)
             self.counters.evicted_pages += node.num_pages
-            self._host_queue.left(node)
-            self.host.free(node.host)
-            if node.on_device:
-                self.clean_pages -= node.num_pages
-                node.host = NO_PAGES
-            else:
-                self._remove_leaf(node)
+            self._drop(node)
 
-    def _remove_subtree(self, top: TreeNode) -> None:
-        """Remove an unlocked node, and what is below it on the host alone."""
+    def _drop(self, top: TreeNode) -> None:
+        """Drop the copy of ``top`` where the device has it too; else remove it, unlocked, and what is below it on the
+        host alone."""
+        if top.on_device and top.on_host:
+            self._host_queue.left(top)
+            self.host.free(top.host)
+            self.clean_pages -= top.num_pages
+            top.host = NO_PAGES
+            return
         for node in [*reversed(list(walk([top]))), top]:
             if node.on_host:
                 self._host_queue.left(node)
@@ -424,17 +432,6 @@ class HiRadixCacheOfStates(HiRadixCache):
     """
 
     cuts = False
-
-    def __init__(
-        self,
-        page_size: int,
-        *,
-        host: HostTier,
-        policy: str = "lru",
-        events: EventLog | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        super().__init__(page_size, host=host, policy=policy, events=events, clock=clock, spare=self._leads_nowhere)
 
     def evict_ends(self, num_pages: int, snapshots: Snapshots) -> tuple[Pages, int]:
         """As `RadixCache.evict_ends`; what of that was worth it is on the host when this returns."""
@@ -455,7 +452,8 @@ class HiRadixCacheOfStates(HiRadixCache):
         self.host.drop_snapshots(np.array([host_page], dtype=np.int32))
         return None
 
-    def _leads_nowhere(self, node: TreeNode) -> bool:
+    def _is_spare(self, node: TreeNode) -> bool:
+        """Tell whether ``node`` leads to no snapshot on the host."""
         return not self.host.has_snapshot(node.host).any()
 
     def _give_up_snapshot(self, node: TreeNode, page: int, snapshots: Snapshots) -> int:

@@ -262,7 +262,7 @@ class Ranks:
         """Give access to the recurrent states of requests as bytes of pages; None of a model that keeps none."""
         states = self.runner.states
         send = self._channel.send if self._channel is not None else _send_nothing
-        return None if states is None else CarriedStates(self.runner.pool, states, send)
+        return None if states is None else CarriedStates(self.runner.pool, states, self.runner.tp, send)
 
     def ports(self, make_agent: MakeAgent | None = None) -> Sequence[RankPort]:
         """Make one transfer port for each rank, in order. Call and use them on the transfer service's thread.

@@ -74,12 +74,13 @@ class StatePool:
         self._copied = 0  # the number of the last copy
 
     @torch.inference_mode()
-    def copy(self, orders: Sequence[StateCopy]) -> None:
-        """Make the copies in their order.
+    def copy(self, orders: Sequence[StateCopy]) -> list[int]:
+        """Make the copies in their order. Returns: the numbers of those that found no state.
 
         A state that is to be kept may have been written over, by a step that failed: the snapshot holds nothing then.
         A row that goes on from such a snapshot has no state either: its own step raises (`begin`), and no other.
         """
+        lost = list[int]()
         for order in orders:
             if order.number <= self._copied:  # by the step that failed
                 continue
@@ -93,13 +94,25 @@ class StatePool:
                 end = held[self._num_bytes : self._num_bytes + SNAPSHOT_END].clone().view(torch.int64)
                 if int(end) == order.snapshot:
                     self.write(order.row, order.num_tokens, held)
+                else:
+                    lost.append(order.number)
                 continue
             place, number = self._place(order.row, order.num_tokens), np.array([order.number])
             if self._seen[place] != order.num_tokens:
                 number[:] = 0
+                lost.append(order.number)
             filled = torch.cat([*self._bytes(place), torch.from_numpy(number).to(pages.device).view(torch.uint8)])
             room = len(pages) * self._pages.shape[1] - len(filled)
             self._pages[pages] = torch.nn.functional.pad(filled, (0, room)).view(len(pages), -1)
+        return lost
+
+    @torch.inference_mode()
+    def undo(self, order: StateCopy) -> None:
+        """Leave nothing where ``order`` copied to."""
+        if order.from_snapshot:
+            self._forget(order.row)
+        elif self._pages is not None:
+            self._pages[torch.from_numpy(order.pages.astype(np.int64)).to(self._pages.device)] = 0
 
     @property
     def _num_bytes(self) -> int:

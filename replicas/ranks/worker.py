@@ -90,7 +90,7 @@ def run_worker(spec: WorkerSpec) -> None:
             copy_pages(message, runner.pool, host, tp)
         elif isinstance(message, CopyStates):
             if runner.states is not None:
-                CarriedStates(runner.pool, runner.states).run(message.copies)
+                CarriedStates(runner.pool, runner.states, tp).run(message.copies)
         elif isinstance(message, PrepareAdapter | PutAdapter | DropAdapter):
             adapters.run(message)
         elif isinstance(message, GiveBack):

@@ -84,12 +84,16 @@ def give_back_parts(order: GiveBack, pools: Sequence[MHATokenToKVPool]) -> None:
 
 
 def copy_pages(order: CopyPages, pool: MHATokenToKVPool, host: HostKVCache, tp: TpGroup) -> npt.NDArray[np.bool_]:
-    """Run this rank's part. Returns: [n] whether the page was intact on every rank, where it was loaded."""
-    if order.to_host:
-        host.backup(pool, order.device_pages, order.host_pages)
-        ok = np.ones(len(order.host_pages), dtype=np.bool_)
-    else:
-        ok = host.load(pool, order.host_pages, order.device_pages)
+    """Run this rank's part. Returns: [n] whether the page was copied, and intact, on every rank."""
+    ok = np.zeros(len(order.host_pages), dtype=np.bool_)
+    try:
+        if order.to_host:
+            host.backup(pool, order.device_pages, order.host_pages)
+            ok[:] = True
+        else:
+            ok = host.load(pool, order.host_pages, order.device_pages)
+    except RuntimeError as error:  # a GPU's; the other ranks wait for this one
+        log.warning("%d pages are not copied between the device and the host: %s", len(ok), error)
     if tp.size == 1:
         return ok
     of_ranks = tp.all_gather(torch.from_numpy(ok).to(tp.device, torch.uint8)[None], dim=0)
@@ -108,7 +112,8 @@ class RankedCopier:
         self._send = send
 
     def backup(self, device_pages: Pages, host_pages: Pages) -> None:
-        self._run(CopyPages(device_pages, host_pages, to_host=True))
+        if not self._run(CopyPages(device_pages, host_pages, to_host=True)).all():
+            raise Overloaded(f"{len(host_pages)} pages were not copied to the host: the logs of the ranks say why")
 
     def load(self, host_pages: Pages, device_pages: Pages) -> npt.NDArray[np.bool_]:
         return self._run(CopyPages(device_pages, host_pages, to_host=False))
@@ -120,13 +125,18 @@ class RankedCopier:
 
 class CarriedStates:
     """A replicas.disagg.roles.StateCarrier: the recurrent states of a request as bytes of pages, on one rank. ``send``
-    gives the other ranks the order for copies of snapshots, which all make."""
+    gives the other ranks of ``tp`` the order for copies of snapshots, which all make."""
 
     def __init__(
-        self, pool: MHATokenToKVPool, states: StatePool, send: Callable[[KvOrder], None] = lambda order: None
+        self,
+        pool: MHATokenToKVPool,
+        states: StatePool,
+        tp: TpGroup,
+        send: Callable[[KvOrder], None] = lambda order: None,
     ) -> None:
         self._rows = pool.bytes_of_pages()
         self._states = states
+        self._tp = tp
         self._send = send
 
     def put(self, row: int, num_tokens: int, pages: Pages) -> None:
@@ -135,16 +145,23 @@ class CarriedStates:
     def take(self, row: int, num_tokens: int, pages: Pages) -> None:
         within_memory(lambda: self._take(row, num_tokens, pages), self._does_not_fit)
 
-    def run(self, copies: Sequence[StateCopy]) -> None:
-        """Make copies to snapshots and from them. Of one that cannot be made, the step that needs it says so."""
+    def run(self, copies: Sequence[StateCopy]) -> list[int]:
+        """Make copies to snapshots and from them, each on all ranks or on none. Returns: the numbers of those that
+        could not be made. Where one was to go to a request, the step that needs it says so."""
         if copies:
             self._send(CopyStates(copies))
+        lost = list[int]()
         for each in copies:
+            is_made = False
             try:
-                within_memory(functools.partial(self._states.copy, [each]), self._does_not_fit)
+                is_made = not within_memory(functools.partial(self._states.copy, [each]), self._does_not_fit)
             except (Overloaded, RuntimeError) as error:
                 log.warning("recurrent states behind %d tokens are not copied: %s", each.num_tokens, error)
+            if not self._tp.min_int(is_made):
+                self._states.undo(each)
+                lost.append(each.number)
         self._wait()
+        return lost
 
     @torch.inference_mode()
     def _put(self, row: int, num_tokens: int, pages: Pages) -> None:

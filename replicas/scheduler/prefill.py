@@ -227,7 +227,7 @@ def _start(
     queues.remove(req)
     req.move(ReqState.PREFILLING)
     if req.stamps.admitted_s is None:
-        req.cached = req.cached.of(min(reused + loaded, req.prompt_len))
+        req.cached = req.cached.of(min(req.computed_len, req.prompt_len))
     return None
 
 

@@ -16,19 +16,21 @@ import pytest
 import torch
 from transformers import AutoConfig, PreTrainedModel, Qwen3_5Config, Qwen3_5ForConditionalGeneration
 
-from deployments.replica.feasible import RANKED_STATES, examined
+from deployments.replica.feasible import examined
 from kvtransfer.types import TransferSettings
 from replicas.cache import parts
 from replicas.config import STATE_DRAFT, CacheConfig, Hardware, ParallelConfig, SchedulerConfig
 from replicas.engine.engine import Engine
-from replicas.errors import InvalidConfig
+from replicas.errors import InvalidConfig, Overloaded
 from replicas.launch import EngineSettings, load_engine, port_spec
+from replicas.layers.tp_group import TpGroup
 from replicas.loading.model_files import load_model_config
 from replicas.memory import sizing
 from replicas.memory.state_pool import Segment, StatePool
 from replicas.models.own_parts import DeltaRule
 from replicas.replay.replay import extract, restore
 from replicas.resolve import resolve
+from replicas.runner.kv_access import CarriedStates, RankedCopier
 from replicas.scheduler.plan import PendingStep, StepPlan, StepResult
 from replicas.types import CacheMark, Finish, GenerateRequest, SamplingParams, StateCopy, TokenDelta
 from tests.harness import load_always, to_host
@@ -453,6 +455,47 @@ def test_the_state_behind_the_last_whole_page_stays_until_the_next_is_whole_and_
         step(1, 1, 17)
 
 
+def test_a_copy_is_made_on_all_ranks_or_on_none() -> None:
+    """The other rank has made the first, and not the next two: of a snapshot, and to a row."""
+    class Other(TpGroup):
+        def min_int(self, value: int) -> int:
+            return min(value, next(votes))
+
+    class Pages:
+        def bytes_of_pages(self) -> torch.Tensor:
+            return pages
+
+    pages, votes, sent = torch.full((8, 8), 255, dtype=torch.uint8), iter([1, 0, 0, 1]), list[object]()
+    states = StatePool([((1,), torch.float32)], 2, torch.device("cpu"), pages=pages, page_size=4)
+    carried = CarriedStates(Pages(), states, Other(device="cpu"), sent.append)  # type: ignore[arg-type]
+    (part,) = states.begin([0], [0, 4], [4], torch.arange(1, 9))
+    states.tensors[0][part.write] = 4
+    states.end()
+    first, second = np.array([1, 2], np.int32), np.array([3, 4], np.int32)
+    copies = [StateCopy(1, 0, 4, first, snapshot=1), StateCopy(2, 0, 4, second, snapshot=2)]
+    assert carried.run([*copies, StateCopy(3, 1, 4, first, snapshot=1)]) == [2, 3]
+    assert (pages[second] == 0).all()
+    with pytest.raises(RuntimeError, match=r"row 1 goes on behind 4 tokens, and its states are of \[-1, -1, -1\]"):
+        states.begin([1], [0, 1], [5], torch.arange(1, 9))
+    assert carried.run([StateCopy(4, 1, 4, first, snapshot=1)]) == []
+    assert states.begin([1], [0, 1], [5], torch.arange(1, 9))[0].read is not None
+    assert len(sent) == 2
+
+
+def test_pages_that_one_rank_cannot_copy_are_copied_by_none_and_no_rank_waits() -> None:
+    class Host:
+        def backup(self, *pages: object) -> None:
+            raise RuntimeError("out of memory")
+
+        load = backup
+
+    orders, pages = list[object](), np.array([1, 2], np.int32)
+    copier = RankedCopier(None, Host(), TpGroup(device="cpu"), orders.append)  # type: ignore[arg-type]
+    with pytest.raises(Overloaded, match="2 pages were not copied to the host"):
+        copier.backup(pages, pages)
+    assert (copier.load(pages, pages).tolist(), len(orders)) == ([False, False], 2)
+
+
 def test_a_marked_beginning_is_reused_by_the_next_that_has_it_alone_in_common(models: Callable[[str], Saved]) -> None:
     """Without a mark the second one passes by for the third."""
     folder, model = models(DELTA_RULE)
@@ -608,10 +651,14 @@ def test_what_goes_by_pages_alone_is_off_or_refused_with_a_state(models: Callabl
         resolve(load_model_config(str(models(SCAN)[0])), hardware, cache=CacheConfig(host_memory_bytes=1 << 20))
     two = resolve(model, hardware, parallel=ParallelConfig(tp=2))
     assert sizing.part_bytes(two, apart=False) == {"token": token, "state": each}
-    with pytest.raises(InvalidConfig, match=r"KV transfers of Qwen3Next.* with parallel\.tp = 2: recurrent states"):
+    with pytest.raises(InvalidConfig, match=r"parallel\.tp = 2 with KV transfers of Qwen3Next.*: recurrent") as ranked:
         port_spec(two, TransferSettings(host="", token=b""))
-    apart = {"model": {"path": str(models(DELTA_RULE)[0])}, "mode": "disaggregated", "parallel": {"tp": 2}}
-    assert examined(apart, available_bytes=1 << 34)[1] == [RANKED_STATES]
+    given = {"model": {"path": str(models(DELTA_RULE)[0])}, "parallel": {"tp": 2}}
+    for apart in ({"mode": "disaggregated"}, {"transfer": {"fetch": "auto"}}):  # a check says what a start does
+        assert examined(given | apart, available_bytes=1 << 34)[1] == list(ranked.value.problems)
+    assert examined(given, available_bytes=1 << 34)[1] == []
+    alone = {"model": {"path": str(models(SCAN)[0])}, "transfer": {"fetch": "auto"}}
+    assert ["states alone" in problem for problem in examined(alone, available_bytes=1 << 34)[1]] == [True]
     with pytest.raises(InvalidConfig, match=r"Bamba.* whose plan for it splits over \[1\] ranks"):
         resolve(load_model_config(str(models(STATE_SPACE)[0])), hardware, parallel=ParallelConfig(tp=2))
 

@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 
 from kvtransfer.pages import Tier, page_keys
+from replicas.cache.ends import Snapshot
 from replicas.cache.events import AllCleared, EventLog, PagesRemoved, PagesStored
-from replicas.cache.host_pages import HostTier, TierCounters
+from replicas.cache.host_pages import HostPages, HostTier, TierCounters
 from replicas.cache.tiers import MEASURE_EVERY, HiRadixCache
 from tests.harness import Clock
 
@@ -181,7 +182,7 @@ def test_a_locked_path_keeps_its_host_pages() -> None:
     rig.cache.dec_lock_ref(lock)
     taken = rig.cache.take_host(1)
     assert taken is not None
-    rig.cache.give_back(taken)
+    rig.cache.host.give_back(taken)
     assert rig.tiers(ids(A, B)) == (0, 1)
 
 
@@ -199,7 +200,7 @@ def test_a_victim_without_room_on_the_host_is_forgotten_with_what_hangs_below() 
     assert rig.log is not None
     a, b, c = page_keys(ids(A, B, C), PS, "", None).tolist()
     assert [event.keys.tolist() for event in rig.log.drain() if isinstance(event, PagesRemoved)] == [[c], [a, b]]
-    rig.cache.give_back(taken)
+    rig.cache.host.give_back(taken)
     assert rig.cache.host.num_free == 3
     rig.cache.check()
 
@@ -243,7 +244,7 @@ def test_taken_pages_come_back_and_room_is_made_up_to_what_is_to_be_spared() -> 
     taken = rig.cache.take_host(1)
     assert taken is not None
     assert rig.cache.take_host(4) is None
-    rig.cache.give_back(taken)
+    rig.cache.host.give_back(taken)
     assert (rig.cache.host.num_free, rig.cache.host.coming) == (3, 0)
     rig.cache.check()
 
@@ -295,7 +296,7 @@ def test_events_name_the_best_tier_of_each_page_in_order() -> None:
     rig.evict(1)
     taken = rig.cache.take_host(1)
     assert taken is not None
-    rig.cache.give_back(taken)
+    rig.cache.host.give_back(taken)
     rig.cache.reset()
     assert rig.log is not None
     a, b = page_keys(ids(A, B), PS, "", None).tolist()
@@ -383,6 +384,28 @@ def test_loading_that_is_slower_than_computing_is_not_worth_it_but_is_measured_a
     rig.cache.compute_s_per_token = 0.02
     assert rig.cache.worth_loading()
     assert rig.cache.load_budget(64) == 256
+
+
+def test_the_host_says_which_pages_of_snapshots_are_miscounted() -> None:
+    def pages(*of_snapshots: list[int]) -> HostPages:
+        made = HostPages(8)
+        made.take(6)  # 1 and 2 in the tree, two for each snapshot
+        for page, lies in zip((1, 2), of_snapshots, strict=True):
+            made.keep(page, Snapshot(at(*lies), 1, 0, 0), page)
+        return made
+
+    pages([3, 4], [5, 6]).check(at(1, 2))
+    for lies, wrong in (
+        (([3, 4], [4, 5]), "of two snapshots"),
+        (([3, 4], [5, 7]), "of a snapshot is free"),
+        (([3, 4, 5], [6]), r"snapshots have \[1, 3\] host pages"),
+    ):
+        with pytest.raises(AssertionError, match=wrong):
+            pages(*lies).check(at(1, 2))
+    read = pages([3, 4], [5, 6])
+    read._late.add(6)
+    with pytest.raises(AssertionError, match="only read is another's"):
+        read.check(at(1, 2))
 
 
 def test_saved_seconds_are_those_of_computing_less_those_of_loading() -> None:
