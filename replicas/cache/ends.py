@@ -115,6 +115,7 @@ class Snapshots(Protocol):
     def has(self, pages: Pages) -> npt.NDArray[np.bool_]: ...
     def worth(self) -> npt.NDArray[np.float64]: ...
     def give_up(self, page: int) -> int: ...
+    def falls_to(self, above: int, page: int) -> float: ...
     def snapshot_of(self, page: int) -> Snapshot: ...
 
 
@@ -124,6 +125,7 @@ class Victims:
     K and V behind which there is no snapshot lead nowhere and go first. Then goes the snapshot that saves least for its
     bytes: the pages that are computed again without it, times what its end is worth, by the pages that it frees. These
     are its own, and those of K and V that lead nowhere without it. So the seconds of prefill that a page saves decide.
+    A request that would have gone on there goes on behind the snapshot before it: that one is worth as much from then.
     """
 
     def __init__(
@@ -142,7 +144,10 @@ class Victims:
         self._below = dict.fromkeys(nodes, 0)  # children with a snapshot in them or below
         self._homes: dict[int, TreeNode] = {}  # by page with a snapshot
         self._dead: list[tuple[tuple[int, ...], int, int, TreeNode]] = []  # a heap of leaves that have a useless end
-        self._least: list[tuple[tuple[int, ...], float, int, int]] = []  # a heap, the page last
+        # a heap, the page last; of one that is worth more by now a later entry counts
+        self._least: list[tuple[tuple[int, ...], float, int, int]] = []
+        self._worth = snapshots.worth()  # by page
+        self._saves: dict[int, float] = {}  # by page with a snapshot: pages computed again for each that is freed
         first = np.cumsum([0, *(len(node.pages) for node in nodes)])
         at = np.flatnonzero(snapshots.has(np.concatenate([node.pages for node in nodes]))) if nodes else first[:0]
         for index, page in zip((np.searchsorted(first, at, side="right") - 1).tolist(), at.tolist(), strict=True):
@@ -165,7 +170,9 @@ class Victims:
                     return leaf, self._used(leaf)
             if not self._least:
                 break
-            self._drop(heapq.heappop(self._least)[-1])
+            _, saved, _, page = heapq.heappop(self._least)
+            if page in self._homes and saved == self._saved(page):
+                self._drop(page)
         return None
 
     def was_cut(self, head: TreeNode, tail: TreeNode) -> None:
@@ -180,7 +187,7 @@ class Victims:
 
     def _rank(self, nodes: Sequence[TreeNode]) -> None:
         """File the snapshots of ``nodes``."""
-        worth, reached = self._snapshots.worth(), dict[TreeNode | None, tuple[int, int]]()
+        reached = dict[TreeNode | None, tuple[int, int]]()
         for node in nodes:
             # pages since the last snapshot above: all that are computed again, and those that nobody else needs
             again, own = reached.get(node.parent, (0, 0))
@@ -193,11 +200,13 @@ class Victims:
                 if at == ends[-1] and not self._below[node] and not node.lock_ref:
                     freed += own + length - 1 - last
                 page = int(node.pages[at])
-                self._homes[page] = node
-                saved = float(worth[page]) * again / max(freed, 1)
-                heapq.heappush(self._least, (kept_for, saved, next(self._tie), page))
+                self._homes[page], self._saves[page] = node, again / max(freed, 1)
+                heapq.heappush(self._least, (kept_for, self._saved(page), next(self._tie), page))
                 again, own, last = 0, 0, at
             reached[node] = again + length - 1 - last, 0 if node.lock_ref else own + length - 1 - last
+
+    def _saved(self, page: int) -> float:
+        return float(self._worth[page]) * self._saves[page]
 
     def _leads(self, node: TreeNode) -> bool:
         return bool(self._ends[node] or self._below[node])
@@ -215,10 +224,21 @@ class Victims:
             heapq.heappush(self._dead, (self._kept_for(node), node.last_access, next(self._tie), node))
 
     def _drop(self, page: int) -> None:
-        node = self._homes[page]
+        node = self._homes.pop(page)
+        (index,) = (index for index, at in enumerate(self._ends[node]) if node.pages[at] == page)
+        self._fall_back(page, node, self._ends[node][:index])
         self.num_freed += self._give_up(node, page)
-        self._ends[node] = [at for at in self._ends[node] if node.pages[at] != page]
+        del self._ends[node][index]
         self._file(node)
         while not self._leads(node) and node.parent in self._below:
             node = node.parent
             self._below[node] -= 1
+
+    def _fall_back(self, page: int, node: TreeNode, before: list[int]) -> None:
+        """Let the last snapshot before that of ``page`` be worth as much. ``before``: those in ``node`` before it."""
+        while not before and node.parent in self._ends:
+            node = node.parent
+            before = self._ends[node]
+        if before and self._worth[above := int(node.pages[before[-1]])] < self._worth[page]:
+            self._worth[above] = self._snapshots.falls_to(above, page)
+            heapq.heappush(self._least, (self._kept_for(node), self._saved(above), next(self._tie), above))

@@ -76,6 +76,31 @@ def test_the_snapshot_that_saves_least_for_its_pages_goes_first(monkeypatch: pyt
     assert found[-1] == (0, 0)
 
 
+def test_who_would_have_gone_on_behind_a_snapshot_that_goes_does_so_behind_the_one_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of a text of 3,000 tokens and an answer of 50."""
+    monkeypatch.setattr(parts, "LUCK", 1.0)
+    texts = Texts(states(30_000))
+    store, snapshots = texts.kv.store, texts.kv.store.parts
+    assert store.radix is not None
+    assert isinstance(snapshots, parts.SnapshotAllocator)
+    ids, _ = texts.ask(texts.new(3000), 50)
+    pages = store.radix.match_prefix(ids, "", count_hit=False).pages
+    prompt, answer = (int(page) for page in pages[snapshots.has(pages)][-2:])
+    before = snapshots.worth()
+    assert before[prompt] < before[answer]
+    while snapshots.has(np.array([answer])):
+        store.make_room(store.allocator.num_free + 1, "a test")
+    assert snapshots.worth()[prompt] == before[answer]
+    texts.kv.check([])
+
+
+def test_chats_by_chance_in_two_thirds_of_their_room_find_85_hundredths_of_what_full_attention_finds() -> None:
+    load, (_, _, num_tokens, _) = LOADS["chats"]
+    assert load(states(num_tokens), False) >= 0.85 * load(full(num_tokens), False)
+
+
 def test_64_chats_with_states_for_half_of_their_ends_find_most_where_lru_loses_half(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
