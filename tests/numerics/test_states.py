@@ -653,9 +653,10 @@ def test_what_goes_by_pages_alone_is_off_or_refused_with_a_state(models: Callabl
     assert sizing.part_bytes(two, apart=False) == {"token": token, "state": each}
     with pytest.raises(InvalidConfig, match=r"parallel\.tp = 2 with KV transfers of Qwen3Next.*: recurrent") as ranked:
         port_spec(two, TransferSettings(host="", token=b""))
-    given = {"model": {"path": str(models(DELTA_RULE)[0])}, "parallel": {"tp": 2}}
-    for apart in ({"mode": "disaggregated"}, {"transfer": {"fetch": "auto"}}):  # a check says what a start does
-        assert examined(given | apart, available_bytes=1 << 34)[1] == list(ranked.value.problems)
+    given: dict[str, Any] = {"model": {"path": str(models(DELTA_RULE)[0])}, "parallel": {"tp": 2}}
+    apart, fetches = given | {"mode": "disaggregated"}, given | {"transfer": {"fetch": "auto"}}
+    for each_way in (apart, fetches):  # a check says what a start does
+        assert examined(each_way, available_bytes=1 << 34)[1] == list(ranked.value.problems)
     assert examined(given, available_bytes=1 << 34)[1] == []
     alone = {"model": {"path": str(models(SCAN)[0])}, "transfer": {"fetch": "auto"}}
     assert ["states alone" in problem for problem in examined(alone, available_bytes=1 << 34)[1]] == [True]
