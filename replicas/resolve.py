@@ -143,12 +143,12 @@ def transfer_problems(config: EngineConfig) -> Iterator[str]:
     if model.states and not model.num_layers:
         yield (
             f"KV transfers of {model.architecture}: it keeps recurrent states alone, and pages of K and V would carry "
-            "them; set mode: unified and transfer.fetch: off"
+            "them; set mode: unified, without transfer.fetch"
         )
     elif model.states and tp > 1:
         yield (
             f"parallel.tp = {tp} with KV transfers of {model.architecture}: recurrent states are handed over by one "
-            "rank; set parallel.tp: 1, or mode: unified and transfer.fetch: off"
+            "rank; set parallel.tp: 1, or mode: unified, without transfer.fetch"
         )
 
 
@@ -226,7 +226,7 @@ def settings_problems(cache: CacheConfig, scheduler: SchedulerConfig) -> Iterato
     if scheduler.max_queued_requests < 1:
         yield f"scheduler.max_queued_requests = {scheduler.max_queued_requests}; allowed: 1 or more"
     if not scheduler.late_factor >= 1:
-        yield f"scheduler.late_factor = {scheduler.late_factor:g}; allowed: 1 (as in order of arrival) or more"
+        yield f"scheduler.late_factor = {scheduler.late_factor:g}; allowed: 1 or more"
     if scheduler.hang_kill_s < 0:
         yield f"scheduler.hang_kill_s = {scheduler.hang_kill_s:g}; allowed: 0 (never) or more"
     if not 0.0 <= scheduler.min_new_token_ratio <= scheduler.new_token_ratio <= 1.0:

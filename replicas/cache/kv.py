@@ -210,8 +210,11 @@ class KvCache:
             req.cached = replace(req.cached, host=req.cached.host + num_tokens)
         return room * ps, 0
 
-    def keeps(self, req: Req) -> bool:
-        """Whether what is computed of ``req`` is found again when it is retracted."""
+    def keeps(self, req: Req, *, whole: bool = False) -> bool:
+        """Whether what is computed of ``req`` is found again when it is retracted. ``whole``: all of it; with snapshots
+        of states it may go on at an earlier one."""
+        if whole and isinstance(self._parts, SnapshotAllocator):
+            return False
         return self.store.reuses_prefixes and longest_reuse(req) >= req.computed_len
 
     def extend(self, req: Req, new_len: int) -> Slots:

@@ -617,9 +617,12 @@ class DecodeRole:
 
 
 def fetch_for(req: Req, legs: Iterable[Req], kv: KvCache) -> Req | None:
-    """Return the one of ``legs`` whose fetch is under way, if it brings more of the prompt of ``req`` than is here."""
+    """Return the one of ``legs`` whose fetch is under way, if it brings more of the prompt of ``req`` than is here. It
+    waits for none of a lower class or priority."""
     for leg in legs:
         end_len = leg_of(leg).ticket.end_len
+        if (leg.level, leg.rank.priority) < (req.level, req.rank.priority):
+            continue
         if not _fetches(leg) or leg_of(leg).closing or leg.state not in (ReqState.WAITING, ReqState.RECEIVING):
             continue
         prefix = req.ids[:end_len]

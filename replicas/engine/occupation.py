@@ -45,8 +45,8 @@ class Occupation:
             raise InvalidRequest("memory of a GPU cannot be given back: captured graphs hold its addresses")
         if self._pinned:
             raise InvalidRequest(
-                "memory cannot be given back where pages may come by RDMA, which pins it: with transfer.transport: tcp "
-                "it can, and with mode: unified and transfer.fetch: off"
+                "memory cannot be given back where pages may come by RDMA, which pins it: with UCX_TLS=tcp in the "
+                "environment it can, and with mode: unified without transfer.fetch"
             )
         return frozenset(tags) or PARTS
 

@@ -138,10 +138,10 @@ class WaitingQueue(ReqQueue):
     ``lpm_max_queue`` are taken by rank where the order reads prefixes: peeking at every prompt would cost more than it
     gains.
 
-    Under an order by objectives a request ages by work instead: when it comes to wait, it gets a bound, ``late_factor``
-    times the prompt tokens that order of arrival puts before its first token. A request is aged when as
-    many tokens are left of its bound as it has to compute; or, since no prompt is computed while places or pages are
-    short, when ``late_factor`` times as many requests have begun at such times as order of arrival puts before it. It
+    Under an order by objectives a request ages by work instead: when it comes to wait, it gets a bound on the prompt
+    tokens that are computed before its first token (`bound_len`). A request is aged when as many tokens are left of
+    its bound as it has to compute; or, since no prompt is computed while places or pages are short, when
+    ``late_factor`` times as many requests have begun at such times as order of arrival puts before it. It
     goes before one of a higher priority only once it has waited ``ageing_s`` for each point. The prefix cache is asked
     about requests that are not late yet, and about none in a queue longer than ``lpm_max_queue``.
     """
@@ -235,14 +235,7 @@ class WaitingQueue(ReqQueue):
         order = self._order
         if order.by_objective:
             entries = self._entries(reqs, now_s)
-            num_begun = self._rules.counters["begun_where_short"]
-            by_s = now_s - self._rules.ageing_s * max((req.rank.priority for req in reqs), default=0)
-            aged = [
-                req
-                for req in reqs
-                if (entries[req].left_len <= entries[req].uncached_len or num_begun >= req.rank.bound.at_begun)
-                and req.rank.from_s <= by_s
-            ]
+            aged = self._aged(reqs, entries, now_s)
             late = set(aged)
             young = [req for req in reqs if req not in late]
             # as nearly always where little waits; it is also what `passed_tokens` counts
@@ -264,6 +257,17 @@ class WaitingQueue(ReqQueue):
         )
         places = sorted(range(len(young)), key=lambda at: (-young[at].rank.priority, keys[at]))
         return self.shares.in_turn(aged + [young[at] for at in places])
+
+    def _aged(self, reqs: Sequence[Req], entries: Mapping[Req, QueueEntry], now_s: float) -> list[Req]:
+        """Return those that others have passed as far as their bounds allow."""
+        num_begun = self._rules.counters["begun_where_short"]
+        by_s = now_s - self._rules.ageing_s * max((req.rank.priority for req in reqs), default=0)
+        return [
+            req
+            for req in reqs
+            if (entries[req].left_len <= entries[req].uncached_len or num_begun >= req.rank.bound.at_begun)
+            and req.rank.from_s <= by_s
+        ]
 
     def _entries(self, reqs: Sequence[Req], now_s: float) -> dict[Req, QueueEntry]:
         """Make what the order reads of each of ``reqs``. What is the same for all is looked up once."""
@@ -293,19 +297,24 @@ class WaitingQueue(ReqQueue):
 
     def in_time_before(self, chunked: Req, now_s: float) -> list[Req]:
         """Return the request that goes before the rest of ``chunked``, which is mid-prompt, or none: the first of those
-        that can be in time, where ``chunked`` cannot be beside them and every bound allows it."""
-        reqs = [req for req in self.counted if req.rank.priority >= chunked.rank.priority]
-        if not self._order.by_objective or len(reqs) > self._rules.lpm_max_queue:
+        that can be in time, where ``chunked`` cannot be beside them and every bound allows it. It goes first by the
+        order alone: nothing waits that goes before it for its class, priority, tenant, age or its first token."""
+        reqs = self.counted
+        if not reqs or not self._order.by_objective or len(reqs) > self._rules.lpm_max_queue:
             return []
-        entries = list(self._entries([*reqs, chunked], now_s).values())
-        entries[-1].uncached_len = chunked.num_tokens - chunked.computed_len
-        entries[-1].needed_s = entries[-1].uncached_len * self.step_times.s_per_token
-        able = in_time(entries)
-        if not able or len(reqs) in able:
+        entries = self._entries([*reqs, chunked], now_s)
+        entries[chunked].uncached_len = chunked.num_tokens - chunked.computed_len
+        entries[chunked].needed_s = entries[chunked].uncached_len * self.step_times.s_per_token
+        if any(each.begun for each in entries.values()) or self._aged([*reqs, chunked], entries, now_s):
             return []
-        first = shortest_first(entries, able)[0]
-        allowed = entries[first].uncached_len <= spare(entries) and not self.shares.goes_before(chunked, reqs[first])
-        return [reqs[first]] if allowed else []
+        rank = {req: (req.level, req.rank.priority, self.shares.precedence(req)) for req in entries}
+        highest = max(rank[req] for req in reqs)
+        firsts = [req for req in reqs if rank[req] == highest]
+        able = in_time([entries[req] for req in (*firsts, chunked)])
+        if rank[chunked] > highest or not able or len(firsts) in able:
+            return []
+        first = firsts[shortest_first([entries[req] for req in firsts], able)[0]]
+        return [first] if entries[first].uncached_len <= spare(list(entries.values())) else []
 
     def order_masks(self, order: Sequence[Req]) -> None:
         """Put the long masks that no thread computes yet into ``order``, but by class, and one tenant after the other:

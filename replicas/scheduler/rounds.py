@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from replicas.cache.kv import KvCache, longest_reuse
 from replicas.errors import Fault
 from replicas.request import Guide, Req, ReqState
+from replicas.scheduler.budget import CLIP_NEW_TOKENS
 from replicas.scheduler.decode import DecodeRows, retract
 from replicas.scheduler.plan import DecodePlan, PrefixGroup, StepPlan
 from replicas.scheduler.precedence import TenantShares
@@ -364,4 +365,17 @@ def give_way(
         take_from(Need.STEP, itertools.islice(could_begin(higher), 1))
         take_from(Need.TURN, heads)
     if queues.chunked is not None:
-        take_from(Need.TIME, could_begin(queues.waiting.in_time_before(queues.chunked, now_s)))
+        first = could_begin(queues.waiting.in_time_before(queues.chunked, now_s))
+        take_from(Need.TIME, (req for req in first if _lacks_nothing(req, queues, kv, now_s)))
+
+
+def _lacks_nothing(req: Req, queues: Queues, kv: KvCache, now_s: float) -> bool:
+    """Whether ``req`` begins once it gets the step of the one mid-prompt: its adapter, mask and stored prefix are here,
+    and the pool has room for all that it and those in flight may still need."""
+    if queues.chunked is None or req.asked.adapter not in (None, queues.chunked.asked.adapter):
+        return False
+    if (req.guide is not None and req.guide.due_s > LONG_MASK_S) or (kv.store_tier and kv.store_tier.waits(req, now_s)):
+        return False
+    in_flight = [req, *queues.decoding, *queues.away.in_state(ReqState.RECEIVING)]
+    need = req.num_tokens + sum(min(each.max_remaining, CLIP_NEW_TOKENS) for each in in_flight)
+    return need <= kv.store.available_tokens()

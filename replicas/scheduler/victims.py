@@ -45,7 +45,9 @@ def _mid_prompt_of_a_lower_class(need: Need, req: Req, queues: Queues, kv: KvCac
 def _mid_prompt_that_is_kept(need: Need, req: Req, queues: Queues, kv: KvCache) -> list[Req]:
     """Only where its pages stay cached: else two such prompts would begin anew by turns."""
     chunked = queues.chunked
-    return [] if chunked is None or chunked.is_prefill_leg or not kv.keeps(chunked) else [chunked]
+    if chunked is None or chunked.is_prefill_leg or not kv.keeps(chunked, whole=need is Need.TIME):
+        return []
+    return [chunked]
 
 
 def _mid_prompt_of_a_tenant_that_had_more(need: Need, req: Req, queues: Queues, kv: KvCache) -> list[Req]:

@@ -462,7 +462,7 @@ test("the chosen candidate comes first, then the cheapest, each with what it cos
 
 test("with prefill and decode apart, both ways are bars, and the one taken comes first", () => {
   const costs = { replica_id: "d", ttft_s: 0.3, stall_s: 0.9, slower_s: 0.1, transfer_s: 0.01, overhead_s: 0.02, load_s: 0, pressure_s: 0 };
-  const pair = { prefill: "p", decode: "d", best_prefill: "p", reason: "hand_off_costs_less", why: null, prefill_s: 0.12, decode_replicas: [costs] };
+  const pair = { prefill: "p", decode: "d", best_prefill: "p", reason: "kv_transfer_costs_less", why: null, prefill_s: 0.12, decode_replicas: [costs] };
   const ways = decision.waysOf(pair);
   assert.deepEqual(ways.map(({ name, chosen, total, more }) => [name, chosen, total.toFixed(2), more.toFixed(2)]), [["handed over", true, "0.25", "0.00"], ["in one place", false, "1.30", "1.05"]]);
   const local = decision.waysOf({ ...pair, prefill: null, reason: "local_costs_less" });
