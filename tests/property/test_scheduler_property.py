@@ -94,6 +94,7 @@ class Run:
 
     def __init__(self, *, drafts: tuple[str, int, int] | None = None, **engine: Any) -> None:
         self.clock, self.plans = Clock(), list[StepPlan]()
+        self.drafts = drafts is not None
         self.engine, _ = fake_engine(max_running=4, clock=self.clock, min_new_token_ratio=0.0, **engine)
         self.scheduler = self.engine.scheduler
         if drafts is not None:
@@ -124,6 +125,8 @@ class Run:
         self.clock.now_s += 0.01
         self.take(self.engine.step())
         scheduler.check()
+        if not self.engine.has_work:
+            self.engine.kv.check_idle()
         config = self.engine.config.scheduler
         for plan in self.plans[num_plans:]:
             if isinstance(plan, ExtendPlan):
@@ -132,7 +135,9 @@ class Run:
         if config.overlap == "on" or not config.mixed_steps:
             return
         for req, num_output, num_retractions in running:
-            if req.num_output > num_output or req.num_retractions > num_retractions or req.finish is not None:
+            made = req.num_output - num_output
+            assert self.drafts or made <= 1
+            if made > 0 or req.num_retractions > num_retractions or req.finish is not None:
                 self.left_out[req.rid] = 0
                 continue
             self.left_out[req.rid] += 1
@@ -165,6 +170,7 @@ class Run:
         pool = self.engine.stats().pool
         assert pool.protected_pages == pool.reserved_pages == 0
         assert pool.free_pages + pool.evictable_pages == pool.num_pages
+        assert self.engine.kv.store.failed_checks == 0, "held pages were called lost"
 
 
 def ending(engine: Engine, prompt: list[int], most: int, end: str, after: int) -> dict[str, object]:

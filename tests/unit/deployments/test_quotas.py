@@ -1,6 +1,7 @@
 """Keys with tenants: what their file may hold, its reload, and what a key may use. Replicas are scripted."""
 
 import asyncio
+import contextlib
 import copy
 import hashlib
 import os
@@ -363,6 +364,26 @@ def test_routers_that_tell_each_other_agree_and_one_that_has_gone_still_counts_f
     assert other.used(key.name, "requests") == 0
 
 
+def test_of_many_at_once_over_two_routers_each_takes_what_it_knows_to_be_free_and_nothing_once_it_is_told() -> None:
+    clock, key = Clock(), key_of(requests=30)
+    one, other = quotas_of(clock), quotas_of(clock)
+
+    def taken(num: int) -> int:
+        found = 0
+        for at in range(num):
+            with contextlib.suppress(OverQuota):
+                reserve((one, other)[at % 2], key)
+                found += 1
+        told = copy.deepcopy((one.told({}), other.told({})))  # as between processes
+        one.hear({"other": told[1]})
+        other.hear({"one": told[0]})
+        return found
+
+    # ten are free after the first 20, and each router takes as many before it hears of the other's
+    assert [taken(20), taken(200), taken(200)] == [20, 20, 0]
+    assert one.used(key.name, "requests") == other.used(key.name, "requests") == 40
+
+
 async def test_a_router_that_hangs_holds_up_no_look_at_the_file(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -629,6 +650,11 @@ async def test_what_is_delivered_of_a_request_counts_before_it_ends_and_its_key_
 async def test_runs_of_one_cut_stream_again_and_again_do_not_pass_the_limit(served: Served) -> None:
     """Class 15: a resumed request was never refused, so one id of an event was worth any number of answers."""
     dispatcher, outcomes = served.house.dispatcher, list[bool]()
+    quotas = dispatcher.quotas
+    assert quotas is not None
+    for _ in range(4):  # no request is left, which refuses none of those that began elsewhere
+        reserved = reserve(quotas, quotas.keys.by_name[served_name("heavy")])
+        quotas.settle(reserved, input_tokens=0, output_tokens=0, choices=1)
     for number in range(8):
         rid = owned(f"0123456789abcdef.{number}-again", served_name("heavy"))
         try:
@@ -637,9 +663,8 @@ async def test_runs_of_one_cut_stream_again_and_again_do_not_pass_the_limit(serv
         except OverQuota:
             outcomes.append(False)
     assert outcomes == [True] * 4 + [False] * 4  # 160 tokens of 100, which may be twice as many for what was cut
-    assert dispatcher.quotas is not None
-    assert dispatcher.quotas.totals["bulk", "output_tokens"] == 160  # without those that another router delivered
-    assert used_by(served, "heavy")[:2] == [0, 0]  # the other router counted those
+    assert quotas.totals["bulk", "output_tokens"] == 160  # without those that another router delivered
+    assert used_by(served, "heavy")[:2] == [4, 0]  # the other router counted those
     dispatcher.check()
 
 

@@ -248,6 +248,28 @@ def test_a_failing_disk_is_left_alone_for_a_while_and_tried_again(
     store.check()
 
 
+def test_a_write_that_stops_half_way_is_an_error_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, write, written = open_store(tmp_path), os.pwritev, list[int]()
+
+    def half(file: int, buffers: list[memoryview], offset: int) -> int:
+        """As the kernel does at a file's limit: the first call writes a part, the next one fails."""
+        if written:
+            raise OSError(errno.EFBIG, "File too large")
+        whole = b"".join(buffers)
+        written.append(write(file, [whole[: len(whole) // 2]], offset))
+        return written[0]
+
+    with monkeypatch.context() as limited:
+        limited.setattr(os, "pwritev", half)
+        assert put(store, 1) is WriteStatus.ERROR
+    assert written == [ITEM_BYTES // 2]
+    assert list(tmp_path.glob("*/*")) == []
+    assert (store.stats().errors, store.stats().items) == (1, 0)
+    store.check()
+
+
 def given_away(path: Path) -> None:
     """Let another user own ``path``."""
     if os.geteuid():

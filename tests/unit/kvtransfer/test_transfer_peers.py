@@ -440,6 +440,20 @@ def counted(engine: SimEngine) -> tuple[int, int]:
     return stats.late_messages, stats.early_notes
 
 
+def test_a_lost_note_fails_its_room_at_the_deadline_and_the_pages_come_back() -> None:
+    """The write has ended for its sender, which waits for the receiver; the receiver waits for the pages."""
+    net, p, d, room = started()
+    free = len(d.free)
+    net.fabric.faults.lose_notes = 1
+    p.send(room, 2, last=False)
+    net.run(SETTINGS.room_timeout_s - 1)
+    assert (room.receives, net.fabric.faults.lose_notes) == ([], 0)
+    net.run(2.0)
+    assert room.receives == ["ReceiveFailed", "ReceiveDrained"]
+    assert room.sends == ["SendReady", "SendFailed", "SendDrained"]
+    assert len(d.free) == free + len(room.dst)
+
+
 def test_late_and_malformed_notes_of_every_rank_are_late_messages_and_early_ones_are_counted_apart() -> None:
     """Each of the two ranks gets two notes of rooms that it does not expect: they wait. One is expected then, the other
     forgotten: late, on both ranks. What rank 1 cannot read is counted too."""

@@ -107,11 +107,12 @@ def test_a_line_without_memory_blocks_nobody() -> None:
     bench.run()
 
 
-def test_no_line_starts_while_a_request_waits_whatever_its_priority() -> None:
-    bench = Bench(max_running=1, priorities="on")
+def test_no_line_starts_while_a_request_waits_whatever_its_priority_and_however_long_it_has_waited() -> None:
+    bench = Bench(max_running=1, priorities="on", ageing_s=0.05)
     running = bench.submit([1, 2], max_new_tokens=6)
     bench.step()
     line = bench.submit([3, 4], max_new_tokens=1, offline=True, priority=1000)
+    bench.clock.now_s += 1e6
     low = bench.submit([5, 6], max_new_tokens=3, priority=-1000)
     bench.run()
     assert running.stamps.ended_s is not None
