@@ -73,8 +73,11 @@ def test_every_query_returns_data_and_what_is_missing_is_missed(url: str, export
     assert check_live(url, disaggregated=False, autoscaled=True) == []
     missed = check_live(url, disaggregated=True, autoscaled=True)
     exporter.without = frozenset()
-    wait_until(url, "count_over_time(manta_transfer_bytes_total[2m]) >= 3")
-    assert check_live(url, disaggregated=True, autoscaled=True) == []
+    try:
+        wait_until(url, "count_over_time(manta_transfer_bytes_total[2m]) >= 3")
+        assert check_live(url, disaggregated=True, autoscaled=True) == []
+    finally:
+        exporter.without = APART
     panels = [panel for board in BOARDS for panel in board.panels if panel.needs is Needs.APART]
     wanted = sum(len(panel.queries) for panel in panels)
     assert len(missed) == wanted == 12

@@ -231,6 +231,16 @@ async def test_a_response_has_a_deadline_and_is_kept_for_a_while_after_its_end(t
             await sdk.responses.retrieve(begun.id)
 
 
+async def test_what_misses_its_deadline_has_failed(service: Service) -> None:
+    async with served(service) as [sdk]:
+        body = {"ignore_eos": True, "timeout": 0.3}
+        begun = await sdk.responses.create(**ASK, background=True, extra_body=body)
+        response = await ended(sdk, begun.id)
+        assert (response.status, response.usage) == ("failed", None)
+        assert response.error is not None
+        assert "deadline" in response.error.message
+
+
 async def test_of_very_many_events_the_first_are_dropped_and_the_response_is_whole(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

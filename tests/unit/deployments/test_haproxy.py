@@ -6,6 +6,7 @@ import functools
 import importlib.util
 import json
 import os
+import re
 import resource
 import shutil
 import socket
@@ -249,9 +250,8 @@ async def write_as_serve(
 ) -> dict[str, str]:
     """Write HAProxy's file as Serve does, for these of `PORTS`. Returns: the environment."""
     text, environ = await asyncio.to_thread(written_by_serve, len(ports) - 2, prefix, starts, **flags)
-    for port, written in zip(ports, PORTS, strict=False):
-        text = text.replace(f":{written}", f":{port}")
-    config.write_text(text)
+    put = dict(zip(PORTS, ports, strict=False))  # all in one pass: a free port may be one of `PORTS`
+    config.write_text(re.sub(rf":({'|'.join(put)})\b", lambda found: f":{put[found[1]]}", text))
     return dict(environ)
 
 
