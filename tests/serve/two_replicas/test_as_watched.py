@@ -6,13 +6,17 @@ replica can say goodbye. The tests run in their order: what is killed is killed 
 folder: counters are held against these clients alone.
 """
 
+import itertools
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -245,3 +249,93 @@ def test_a_replica_that_hangs_fires_an_alert_within_thirty_seconds_and_is_killed
     assert came_s["fired"] < 30
     assert kinds_of(fleet, hung)[-2:] == ["silent", "lost"]
     assert hung in [each["id"] for each in fleet.state()["ended"]]
+
+
+def fires_about(fleet: Watched, replica: str) -> bool:
+    return any(each["state"] == "firing" and each["replica"] == replica for each in fleet.state()["alerts"])
+
+
+LATE_S = 3.0  # for so long the view may name a healthy replica, or miss an ill one
+AFTER_S = 20.0  # looked on after the last fault: alerts that had ended fired for 17 s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shown:
+    """What the view and Prometheus show in one moment."""
+
+    at_s: float
+    state: Mapping[str, Any]
+    fired: frozenset[str]  # Prometheus' alerts
+
+    def names(self, replica: str) -> bool:
+        """Whether the view says that something is wrong with this replica."""
+        rows = (each["state"] for each in self.state["replicas"] if each["id"] == replica)
+        return any(each["replica"] == replica for each in self.state["alerts"]) or any(
+            each in ("silent", "unhealthy") for each in rows
+        )
+
+    def misses(self, replica: str) -> bool:
+        """Whether all looks well with this replica."""
+        ready = [each["id"] for each in self.state["replicas"] if each["state"] == "accepting"]
+        wanted = sum(each["desired"] for each in self.state["autoscaling"]["targets"])
+        return replica in ready or (not self.state["alerts"] and len(ready) >= wanted)
+
+
+@contextmanager
+def looked_at(fleet: Watched) -> Iterator[list[Shown]]:
+    """Look each half second until the block ends."""
+    seen, over = list[Shown](), threading.Event()
+
+    def look() -> None:
+        while not over.is_set():
+            alerts = fleet.prometheus.series('ALERTS{alertstate="firing"}')
+            fired = frozenset(labels["alertname"] for labels, _ in alerts)
+            seen.append(Shown(at_s=time.monotonic(), state=fleet.state(), fired=fired))
+            over.wait(0.5)
+
+    with ThreadPoolExecutor(1) as pool:
+        looking = pool.submit(look)
+        try:
+            yield seen
+        finally:
+            over.set()
+        looking.result()
+
+
+def longest_s(seen: list[Shown], holds: list[bool]) -> float:
+    """For how long it held without a break, as far as certain; a moment in which the machine stood still counts as half
+    a second."""
+    longest = now = 0.0
+    for (before, held_before), (after, held_after) in itertools.pairwise(zip(seen, holds, strict=True)):
+        now = now + min(after.at_s - before.at_s, 0.5) if held_before and held_after else 0.0
+        longest = max(longest, now)
+    return longest
+
+
+def test_the_view_names_no_healthy_replica_and_misses_no_ill_one(fleet: Watched) -> None:
+    """One is stopped until its alert fires, and goes on. Each half second the view is held against the truth, and what
+    fires in Prometheus against the view."""
+    fleet.app.until(lambda: len(fleet.accepting()) == 2, 90)
+    pids = {each["replica"]["replica_id"]: each["replica"]["pid"] for each in fleet.app.states()}
+    stopped = min(pids)
+    with looked_at(fleet) as seen:
+        os.kill(pids[stopped], signal.SIGSTOP)
+        began_s = time.monotonic()
+        try:
+            fleet.app.until(lambda: fires_about(fleet, stopped), 20)
+        finally:
+            os.kill(pids[stopped], signal.SIGCONT)
+        ended_s = time.monotonic()
+        over_s = ended_s + AFTER_S
+        fleet.app.until(lambda: time.monotonic() > over_s, AFTER_S + 10)
+    for replica in {each["id"] for shown in seen for each in shown.state["replicas"]}:
+        at = [(shown, replica == stopped and began_s <= shown.at_s < ended_s) for shown in seen]
+        accused = longest_s(seen, [shown.names(replica) and not ill for shown, ill in at])
+        missed = longest_s(seen, [shown.misses(replica) and ill for shown, ill in at])
+        print(f"{replica}: accused for {accused:.1f} s, missed for {missed:.1f} s")
+        assert accused <= LATE_S
+        assert missed <= LATE_S
+    names = {each["name"] for shown in seen for each in shown.state["alerts"]}
+    fired = frozenset[str]().union(*(shown.fired for shown in seen))
+    assert fired <= names, "the view shows what fires in Prometheus"
+    assert kinds_of(fleet, stopped)[-2:] == ["silent", "back"]

@@ -430,6 +430,15 @@ async def test_the_openai_sdk_reads_events_with_ids_and_comments_between_them(
     engines: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(streaming, "ALIVE_S", 0.001)  # comments between its events
+    sent, kept = list[bytes](), streaming._kept
+
+    async def keeping(*given: Any) -> AsyncIterator[bytes]:
+        async with contextlib.aclosing(kept(*given)) as events:
+            async for each in events:
+                sent.append(each)
+                yield each
+
+    monkeypatch.setattr(streaming, "_kept", keeping)
     options: dict[str, Any] = {"model": "", "max_tokens": 30, "temperature": 0}
     async with Routers(engines) as routers:
         client = AsyncOpenAI(base_url=f"http://127.0.0.1:{routers.port}/v1", api_key="none", max_retries=0)
@@ -443,6 +452,7 @@ async def test_the_openai_sdk_reads_events_with_ids_and_comments_between_them(
         ) as response:
             kinds = [event.type async for event in response]
         assert (kinds[0], kinds[-1]) == ("response.created", "response.incomplete")
+        assert b": alive\n" in sent
     await engines.settle()
 
 
