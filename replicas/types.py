@@ -313,7 +313,7 @@ class AdapterRef:
 
 
 @dataclass(frozen=True, slots=True)
-class CacheMark:
+class CacheBreakpoint:
     """The beginning of a prompt that its client asks to keep for a while, within its share of the cache."""
 
     length: int  # tokens
@@ -351,7 +351,7 @@ class GenerateRequest:
     routing_key: str = ""  # scheduler.policy: routing-key starts requests of the keys that run most; "" for none
     offline: bool = False  # a batch request: it runs in the gaps that others leave, below every priority
     adapter: AdapterRef | None = None  # None: the model as it is
-    cache_marks: tuple[CacheMark, ...] = ()
+    cache_breakpoints: tuple[CacheBreakpoint, ...] = ()
 
     def __post_init__(self) -> None:
         """Raises: InvalidRequest, as `to_token_ids`."""

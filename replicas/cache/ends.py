@@ -36,7 +36,7 @@ class End(enum.IntEnum):
     GONE_ON = 2  # a request has gone on behind it, and the next will behind that one's end
     PROMPT = 3  # of a prompt: the next goes on there if it leaves the answer out, or answers again
     ANSWER = 4
-    BRANCH = 5  # several have gone on there, or would have; or a client marked it
+    BRANCH = 5  # several have gone on there, or would have; or a client set a breakpoint
 
 
 CHANCES = (0.0, 0.05, 0.05, 0.1, 0.2, 0.3)  # by kind, that a request goes on before the end is half as old again

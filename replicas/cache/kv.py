@@ -420,12 +420,12 @@ class KvCache:
             self.store_tier.check()
 
     def _keep_marked(self, req: Req) -> None:
-        """Keep what the client of ``req`` marked, as far as it is there."""
+        """Keep what is before the cache breakpoints of ``req``, as far as it is there."""
         if self._radix is None:
             return
-        for mark in req.asked.cache_marks:
-            path = self._radix.nodes_of(req.ids[: min(mark.length, req.prompt_len)], req.salt, split=True)
-            self._radix.retention.mark(path, mark.ttl_s, tenant=req.asked.tenant, weight=req.asked.weight)
+        for each in req.asked.cache_breakpoints:
+            path = self._radix.nodes_of(req.ids[: min(each.length, req.prompt_len)], req.salt, split=True)
+            self._radix.retention.set_breakpoint(path, each.ttl_s, tenant=req.asked.tenant, weight=req.asked.weight)
 
     def _forget(self, req: Req) -> None:
         """Free the row of ``req``; its pages and lock are the caller's to free."""

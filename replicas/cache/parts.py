@@ -154,9 +154,9 @@ class PartAllocator(PagedTokenToKVPoolAllocator):
                 yield at // self.page_size, kind
 
     def _branches(self, req: Req) -> list[int]:
-        """Return its marks, and where it could have gone on itself if no part had been gone, in tokens."""
+        """Return its cache breakpoints, and where it could have gone on itself if no part had been gone, in tokens."""
         assert req.holding is not None
-        return [req.holding.behind.cut_at, *(mark.length for mark in req.asked.cache_marks)]
+        return [req.holding.behind.cut_at, *(each.length for each in req.asked.cache_breakpoints)]
 
     def _gone_on(self, pages: Pages) -> None:
         """Note that a request goes on behind ``pages``."""
@@ -351,9 +351,9 @@ class SnapshotAllocator(PartAllocator):
     """Of recurrent states: a part is a snapshot, whose bytes lie in pages of the same pool, as many as it needs.
 
     A request computes its states in places of its own (memory/state_pool.py), which keep those behind the last whole
-    page too. Where others may go on, these are copied to a part of that page: behind a prompt, an answer, a mark, and
-    where K and V were found further than states, for the next one to pass by. A hit ends behind such a page, and its
-    states are copied back.
+    page too. Where others may go on, these are copied to a part of that page: behind a prompt, an answer, a breakpoint,
+    and where K and V were found further than states, for the next one to pass by. A hit ends behind such a page, and
+    its states are copied back.
 
     Invariant: copies that are ordered run before the next step, in the order of the log, and before a page that one of
                them reads or writes is given to another use.

@@ -3,16 +3,17 @@
 To add an eviction policy, give `POLICIES` a function from a node to its rank: it is then a value of ``cache.eviction``
 and the host tier. One that keeps books of its own, for the host tier alone, is an entry of arc.py's HOST_QUEUES.
 
-Owns:      the tenants' weights and until when each is active, until when each marked node is kept, the sessions
-           (cache/sessions.py), and the order of each tier. `TreeNode.tenant` is written here.
+Owns:      the tenants' weights and until when each is active, until when what is before a cache breakpoint is kept, the
+           sessions (cache/sessions.py), and the order of each tier. `TreeNode.tenant` is written here.
 Never:     evicts, locks or keeps a page free: a rank counts only while pages are short.
-Invariant: a node that requests of several tenants used is everybody's, and stays so; it counts as no one's. A marked
-           node is in the tree.
+Invariant: a node that requests of several tenants used is everybody's, and stays so; it counts as no one's. A node
+           with a breakpoint is in the tree.
 Thread:    scheduler thread only.
 
 A tenant has a share while it is active, so that pages of one that has gone protect nothing; for as long as it asked to
-keep what it marked, it is. A share is by weight of what the active ones have cached in all; a tenant that is active
-alone may have everything. Anthropic's ``cache_control`` becomes a mark; each use lengthens it.
+keep what is before a breakpoint, it is. A share is by weight of what the active ones have cached in all; a tenant
+that is active alone may have everything. Anthropic's ``cache_control`` becomes a cache breakpoint; each use lengthens
+it.
 """
 
 import heapq
@@ -109,7 +110,7 @@ class Retention:
         self.clock = clock
         self.queues: list[TierQueue] = []  # one for each tier, which are told of each change
         self.sessions = Sessions(fell=self.refile, clock=clock)
-        self._marks = Expiry[TreeNode]()
+        self._breakpoints = Expiry[TreeNode]()
         self._weights: dict[str, float] = {}  # by tenant
         self._active_until_s: dict[str, float] = {}  # by tenant
 
@@ -117,10 +118,10 @@ class Retention:
         """Rank ``node`` among those of a tier; the smallest leaves first.
 
         What costs nothing goes first, then what only batch requests use (they come in the order of their prefixes),
-        then what the tenants ``over`` have, which are beyond their shares. What is marked goes later, and what is kept
-        for a session last, that for a younger one sooner. Equal ones go by the tier's policy.
+        then what the tenants ``over`` have, which are beyond their shares. What is before a breakpoint goes later, and
+        what is kept for a session last, that for a younger one sooner. Equal ones go by the tier's policy.
         """
-        lease = (int(node in self._marks.until_s), 0) if node.lease is None else (2, -node.lease.born)
+        lease = (int(node in self._breakpoints.until_s), 0) if node.lease is None else (2, -node.lease.born)
         return (
             not order.spare(node),
             node.priority != OFFLINE,
@@ -131,7 +132,7 @@ class Retention:
 
     def keeps(self, node: TreeNode) -> bool:
         """Whether ``node`` is kept for who comes back."""
-        return node.lease is not None or node in self._marks.until_s
+        return node.lease is not None or node in self._breakpoints.until_s
 
     def over(self, held: Counter[str]) -> frozenset[str]:
         """Return the tenants that have more than their share of a tier, whose pages are ``held`` by tenant. Where fewer
@@ -162,12 +163,12 @@ class Retention:
                 queue.order.held[step.tenant] += num_pages
                 queue.changed(step)
 
-    def mark(self, path: Sequence[TreeNode], ttl_s: float, *, tenant: str, weight: float) -> None:
+    def set_breakpoint(self, path: Sequence[TreeNode], ttl_s: float, *, tenant: str, weight: float) -> None:
         """Take note that ``tenant`` asks to keep ``path`` for ``ttl_s`` from now on: within its share it goes later
         than what nobody waits for."""
         until_s = self.clock() + ttl_s
         for node in path:
-            self._marks.keep(node, max(self._marks.until_s.get(node, 0.0), until_s))
+            self._breakpoints.keep(node, max(self._breakpoints.until_s.get(node, 0.0), until_s))
         if tenant and path:
             self._is_active(tenant, weight, ttl_s)
 
@@ -184,33 +185,33 @@ class Retention:
 
     def was_split(self, node: TreeNode, head: TreeNode) -> None:
         """Take note that ``head`` is what was the beginning of ``node``."""
-        if node in self._marks.until_s:
-            self._marks.keep(head, self._marks.until_s[node])
+        if node in self._breakpoints.until_s:
+            self._breakpoints.keep(head, self._breakpoints.until_s[node])
         self.refile(node)
 
     def removed(self, leaf: TreeNode) -> None:
         """Take note that ``leaf`` is about to leave the tree."""
         self.sessions.removed(leaf)
-        self._marks.drop(leaf)
+        self._breakpoints.drop(leaf)
 
     def expire(self) -> None:
-        """End the marks and leases that have run out; before victims are asked for."""
+        """End the cache breakpoints and leases that have run out; before victims are asked for."""
         self.sessions.expire()
-        for node in self._marks.pop_due(self.clock()):
+        for node in self._breakpoints.pop_due(self.clock()):
             self.refile(node)
 
     def clear(self) -> None:
         """Forget what is known of nodes: the tree is empty."""
         self.sessions.clear()
-        self._marks.clear()
+        self._breakpoints.clear()
         for queue in self.queues:
             queue.clear()
 
     def check(self, nodes: Sequence[TreeNode]) -> None:
         """Assert the invariants of all parts, given all nodes of the tree. O(nodes * depth)."""
         self.sessions.check(nodes)
-        self._marks.check()
-        assert self._marks.until_s.keys() <= set(nodes), "a node is marked that has left"
+        self._breakpoints.check()
+        assert self._breakpoints.until_s.keys() <= set(nodes), "a node has a breakpoint and has left"
         for queue in self.queues:
             queue.check(node for node in nodes if len(queue.order.pages(node)))
 

@@ -155,11 +155,11 @@ def _of_its_class(req: Req, step: NextStep) -> float:
     return max(math.ceil(req.rank.request_class.chunk_share * step.chunk_size), step.page_size)
 
 
-def _beside_a_light_tenant(req: Req, step: NextStep) -> float:
+def _beside_a_tenant_below_its_share(req: Req, step: NextStep) -> float:
     return max(step.throttle.most_len(req, step.now_s), step.chunk_size // 8, step.page_size)
 
 
-PARTS: tuple[Callable[[Req, NextStep], float], ...] = (_of_its_class, _beside_a_light_tenant)
+PARTS: tuple[Callable[[Req, NextStep], float], ...] = (_of_its_class, _beside_a_tenant_below_its_share)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,7 +18,7 @@ from deployments.fleet.fleet import view_of
 from deployments.replica.served_engine import ServedEngine
 from replicas.engine.engine import Engine
 from replicas.engine.loop import EngineLoop
-from replicas.types import CacheMark
+from replicas.types import CacheBreakpoint
 from routing.router import Router
 from routing.types import Ending, RouteOutcome, RouteQuery
 from tests.harness import load_always, small_engine
@@ -64,7 +64,7 @@ class Replicas:
             assert isinstance(message, CacheChanges)
             self.router.apply(name, message.events())
 
-    def ask(self, prompt: list[int], most: int, marks: tuple[CacheMark, ...]) -> tuple[int, int, list[int]]:
+    def ask(self, prompt: list[int], most: int, marks: tuple[CacheBreakpoint, ...]) -> tuple[int, int, list[int]]:
         """Return what the router expected to be cached, what was, and the answer."""
         decision = self.router.choose(RouteQuery(rid="r", token_ids=prompt, max_new_tokens=most))
         engine = self.engines[decision.replica_id]
@@ -74,7 +74,7 @@ class Replicas:
         pages = store.radix.peek_len(np.array(prompt[:-1], np.int32), "")
         assert chosen.terms.gone_tokens == pages - decision.overlap_tokens
         self.ended_by[chosen.ended_by] += 1
-        engine.submit(asked("r", prompt, most, cache_marks=marks))
+        engine.submit(asked("r", prompt, most, cache_breakpoints=marks))
         deltas = finished(engine)
         cached = deltas[-1].usage.cached_tokens
         self.router.done(decision, RouteOutcome(ending=Ending.OK, cached_tokens=cached, ttft_s=0.1))
@@ -124,7 +124,7 @@ def test_what_a_router_expects_is_what_is_reused(
         for number in range(num_requests):
             at = draw.randrange(len(texts))
             prompt = [*texts[at], *(draw.randrange(3, 190) for _ in range(draw.randint(1, 15)))]
-            marks = (CacheMark(len(texts[at]), 60.0),) if draw.random() < 0.1 else ()
+            marks = (CacheBreakpoint(len(texts[at]), 60.0),) if draw.random() < 0.1 else ()
             expected, cached, answer = replicas.ask(prompt, draw.randint(1, 8), marks)
             if expected != cached:
                 apart.append((number, expected, cached))

@@ -32,7 +32,7 @@ from replicas.replay.replay import extract, restore
 from replicas.resolve import resolve
 from replicas.runner.kv_access import CarriedStates, RankedCopier
 from replicas.scheduler.plan import PendingStep, StepPlan, StepResult
-from replicas.types import CacheMark, Finish, GenerateRequest, SamplingParams, StateCopy, TokenDelta
+from replicas.types import CacheBreakpoint, Finish, GenerateRequest, SamplingParams, StateCopy, TokenDelta
 from tests.harness import load_always, to_host
 from tests.numerics.paged import assert_close_in_range, open_model
 from tests.numerics.test_transformers_models import make, uncached
@@ -500,12 +500,12 @@ def test_a_marked_beginning_is_reused_by_the_next_that_has_it_alone_in_common(mo
     """Without a mark the second one passes by for the third."""
     folder, model = models(DELTA_RULE)
     start = list(range(30, 51))
-    for marks, hits in (((), [0, 0, 20]), ((CacheMark(21, 300.0),), [0, 20, 20])):
+    for marks, hits in (((), [0, 0, 20]), ((CacheBreakpoint(21, 300.0),), [0, 20, 20])):
         engine, cached = engine_of(folder, chunk=64), list[int]()
         try:
             for own in ([3, 4, 5, 6], [7, 8, 9, 10, 11], [12, 13, 14]):
                 prompt = [*start, *own]
-                engine.submit(asked(f"{own}", prompt, 5, cache_marks=marks))
+                engine.submit(asked(f"{own}", prompt, 5, cache_breakpoints=marks))
                 deltas = finished(engine)
                 assert_greedy(model, prompt, ids_of(deltas, f"{own}"))
                 cached.append(deltas[-1].usage.cached_tokens)

@@ -96,7 +96,7 @@ class RadixAgainstDictionary(RuleBasedStateMachine):
     @rule(tokens=TOKENS, salt=SALTS, ttl_s=st.sampled_from([5.0, 60.0]), tenant=st.sampled_from(["", "one"]))
     def mark(self, tokens: list[int], salt: str, ttl_s: float, tenant: str) -> None:
         path = self.cache.nodes_of(np.array(tokens, dtype=np.int32), salt, split=True)
-        self.cache.retention.mark(path, ttl_s, tenant=tenant, weight=1.0)
+        self.cache.retention.set_breakpoint(path, ttl_s, tenant=tenant, weight=1.0)
 
     @rule(seconds=st.integers(1, 70))
     def time_passes(self, seconds: int) -> None:

@@ -15,7 +15,7 @@ from deployments.http.apis.breakpoints import TTLS_S
 from deployments.http.http_errors import body_of, messages_error
 from deployments.http.streaming import AnswerSoFar, AnswerTokens, Change, Form
 from deployments.output.parts import ArgumentsPart, CallPart, Part, TextPart
-from replicas.types import CacheMark, Finish, FinishReason
+from replicas.types import CacheBreakpoint, Finish, FinishReason
 
 Event = dict[str, Any]
 _NEW: dict[str, dict[str, Any]] = {
@@ -109,7 +109,7 @@ class MessageForm(Form):
     stop: tuple[str, ...]
     is_text: bool  # there are neither calls nor reasoning
     blocks: ContentBlocks
-    marks: Sequence[CacheMark] = ()  # of the prompt, by length
+    breakpoints: Sequence[CacheBreakpoint] = ()  # of the prompt, by length
 
     @property
     def only_text(self) -> bool:
@@ -175,9 +175,9 @@ class MessageForm(Form):
         """Count the prompt's tokens: those that were in the cache; those before a breakpoint that were computed and are
         in it now; and the rest."""
         held, created = tokens.cached, dict.fromkeys(TTLS_S.values(), 0)
-        for mark in self.marks:
-            end = max(held, min(mark.length, tokens.kept))
-            created[mark.ttl_s] += end - held
+        for each in self.breakpoints:
+            end = max(held, min(each.length, tokens.kept))
+            created[each.ttl_s] += end - held
             held = end
         return {
             "input_tokens": tokens.prompt - held,

@@ -35,7 +35,7 @@ from deployments.http.streaming import JsonAnswer
 from deployments.output.reading import call_id
 from replicas.errors import InvalidRequest
 from replicas.text.tokenizer import Rendered
-from replicas.types import CacheMark, SamplingParams
+from replicas.types import CacheBreakpoint, SamplingParams
 
 router = APIRouter(route_class=Route)
 _ATTRIBUTION = re.compile(r"x-anthropic-billing-header:[^\n]*\n*")
@@ -99,15 +99,15 @@ async def messages(request: Request, body: MessagesRequest) -> Response:
     name = name_of(request)
     chat = chat_of(body, system, _sampling(body))
     prepared = await prepare(request, chat, name, most_tokens=body.max_tokens)
-    marks = await _marks(service, body, cuts, chat, len(prepared.request.token_ids)) if cuts else ()
-    asked = dataclasses.replace(prepared.request, cache_marks=marks)
+    found = await _cache_breakpoints(service, body, cuts, chat, len(prepared.request.token_ids)) if cuts else ()
+    asked = dataclasses.replace(prepared.request, cache_breakpoints=found)
     form = MessageForm(
         answer_id=f"msg_{name}",
         model=service.name_of(asked),
         max_tokens=body.max_tokens,
         stop=asked.sampling.stop,
         is_text=prepared.new_reading is None,
-        marks=marks,
+        breakpoints=found,
         blocks=ContentBlocks(functools.partial(call_id, prepared.calls_of, 0, prefix="toolu_")),
     )
     answer = dataclasses.replace(prepared, request=asked).answer(form, form.answer_id)
@@ -137,20 +137,20 @@ def _told(response: Response, dropped: bool) -> Response:
     return response
 
 
-async def _marks(
+async def _cache_breakpoints(
     service: Service, body: MessagesRequest, cuts: Mapping[float, Cut], chat: ChatRequest, num_tokens: int
-) -> tuple[CacheMark, ...]:
+) -> tuple[CacheBreakpoint, ...]:
     """Find how many of the ``num_tokens`` of ``chat``, the prompt of ``body``, are before each breakpoint, as
     `Tokenizer.num_before` counts. None are where the chat template refuses a prompt that ends there, and where too
     many long requests are being read: this one, which was, is answered without."""
-    marks = []
+    found = []
     with contextlib.suppress(Busy):
         prompt = await _rendered(service, chat)
         for ttl_s, cut in cuts.items():
             with contextlib.suppress(InvalidRequest):
                 end = await _end_of(service, body, cut, prompt.text)
-                marks.append(CacheMark(await service.num_before(prompt, end, num_tokens=num_tokens), ttl_s))
-    return tuple(sorted(marks, key=lambda mark: mark.length))
+                found.append(CacheBreakpoint(await service.num_before(prompt, end, num_tokens=num_tokens), ttl_s))
+    return tuple(sorted(found, key=lambda each: each.length))
 
 
 async def _end_of(service: Service, body: MessagesRequest, cut: Cut, text: str) -> int:

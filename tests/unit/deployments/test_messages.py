@@ -307,7 +307,7 @@ async def test_a_mark_is_where_its_block_ends(service: Service, house: House, pl
         house.remove("r0")
         await post(client, **{**ASK, "max_tokens": 2, "system": system, "messages": turns, "tools": tools})
     [asked] = replica.requests
-    [mark] = asked.cache_marks
+    [mark] = asked.cache_breakpoints
     kept, rest = (
         service.tokenizer.decode(part, skip_special_tokens=False)
         for part in (asked.token_ids[: mark.length], asked.token_ids[mark.length :])
@@ -376,7 +376,7 @@ async def test_a_mark_before_the_first_turn_leaves_out_all_of_that(
     async with client_of(make_app(house.service(tokenizer))) as client:
         await post(client, **{**ASK, "max_tokens": 2}, **marked)
     [asked] = replica.requests
-    [mark] = asked.cache_marks
+    [mark] = asked.cache_breakpoints
     kept, rest = (
         tokenizer.decode(part, skip_special_tokens=False)
         for part in (asked.token_ids[: mark.length], asked.token_ids[mark.length :])
@@ -411,7 +411,7 @@ async def test_a_prompt_that_was_read_is_answered_where_its_marks_find_the_reade
         return await run(self, work, size=size)
 
     monkeypatch.setattr(BoundedExecutor, "run", once)
-    assert (await marked_request(service, house)).cache_marks == ()
+    assert (await marked_request(service, house)).cache_breakpoints == ()
     assert len(read) > 1
 
 
@@ -427,7 +427,7 @@ async def test_for_marks_only_the_shorter_side_of_each_is_tokenised(
 
     monkeypatch.setattr(Tokenizer, "encode", spy)
     asked = await marked_request(service, house)
-    hour, minutes = (service.tokenizer.decode(asked.token_ids[: mark.length]) for mark in asked.cache_marks)
+    hour, minutes = (service.tokenizer.decode(asked.token_ids[: mark.length]) for mark in asked.cache_breakpoints)
     assert (hour.endswith("market. \n"), minutes.strip().endswith("Which?")) == (True, True)
     whole, *rest = sorted(encoded, reverse=True)
     assert sum(rest) < 0.02 * whole
