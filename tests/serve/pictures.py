@@ -36,7 +36,6 @@ USERS = 3
 LOAD_S = 40.0  # until there is something to see
 FRAME_S, BEFORE_S, AFTER_S = 0.5, 4.0, 20.0  # of the moving picture, around the kill
 ANSWER_S = 90.0  # at most, of the playground
-SHOWN_S = 0.4  # how long a second of it is shown
 GAP = 12  # px
 TOPICS = ("harbours", "winters", "letters", "engines")
 QUESTIONS = ("Who was first?", "What came of it?", "Tell it shorter.", "And in other countries?")
@@ -211,7 +210,7 @@ def save_moving(frames: list[tuple[float, Image.Image]], path: Path) -> None:
         whole.paste(image, (0, 0))
     images = [image.quantize(palette=palette, dither=Image.Dither.NONE) for image in even]
     times_s = [at_s for at_s, _ in frames] + [frames[-1][0] + 2.0]  # the last one stays
-    durations = [int(1000 * SHOWN_S * (after - at)) for at, after in pairwise(times_s)]
+    durations = [int(1000 * (after - at)) for at, after in pairwise(times_s)]
     images[0].save(path, save_all=True, append_images=images[1:], duration=durations, loop=0, optimize=True)
 
 
