@@ -422,7 +422,7 @@ def test_the_cache_is_on_the_host_after_its_memory_was_given_back(tmp_path: Path
     ("where", "said"),
     [
         ({"device": "cuda", "pinned": False}, "memory of a GPU cannot be given back: captured graphs"),
-        ({"device": "cpu", "pinned": True}, "where pages may come by RDMA, which pins it: with transfer.trans"),
+        ({"device": "cpu", "pinned": True}, "where pages may come by RDMA, which pins it: with UCX_TLS"),
     ],
 )
 def test_memory_that_others_have_the_address_of_is_not_given_back(tmp_path: Path, where: Any, said: str) -> None:
