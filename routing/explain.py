@@ -131,8 +131,8 @@ def _objective(decision: Decision) -> list[str]:
 def latest_s(ttft_s: float, objective_s: float, factor: float) -> float:
     """Estimate by when a late request has its first token, whatever passes it, from what it takes in order of arrival:
     the replica's rule (`bound_len` in replicas/scheduler/precedence.py), in seconds."""
-    latest_s = 3.0 * objective_s
-    return max(ttft_s + 0.25 * objective_s, latest_s) + (factor - 1.0) * max(0.0, ttft_s - latest_s)
+    allowed_s = 3.0 * objective_s
+    return max(ttft_s + 0.25 * objective_s, allowed_s) + (factor - 1.0) * max(0.0, ttft_s - allowed_s)
 
 
 def _tokens_clause(decision: Decision) -> str:

@@ -194,7 +194,7 @@ def _soonest(query: RouteQuery, prefills: Candidates, turn: Turn) -> int:
 
 def _why(query: RouteQuery, *, handed_over: bool, always: bool, any_prefill: bool) -> PairReason:
     if handed_over:
-        return PairReason.ALWAYS if always else PairReason.HAND_OFF
+        return PairReason.ALWAYS if always else PairReason.TRANSFER
     if query.one_replica:
         return PairReason.ONE_REPLICA
     return PairReason.LOCAL if any_prefill else PairReason.NO_PREFILL

@@ -327,7 +327,7 @@ class Reason(enum.Enum):
 class PairReason(enum.Enum):
     """Why the prompt is handed over, or is not."""
 
-    HAND_OFF = "kv_transfer_costs_less"
+    TRANSFER = "kv_transfer_costs_less"
     ALWAYS = "kv_transfer_always"  # a setting
     LOCAL = "local_costs_less"
     NO_PREFILL = "no_prefill_replica"

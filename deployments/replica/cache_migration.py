@@ -29,25 +29,25 @@ LAST_PUSH = 0.1  # of the time until requests are handed over: how long their pa
 
 
 class ReplicaMigrations:
-    """The mover of one replica, started by its first use."""
+    """The `Migrator` of one replica, started by its first use."""
 
     def __init__(self, loop: EngineLoop, home: TieredPageHome, *, host: str) -> None:
         """``home``: of the engine of ``loop``; ``host``: the address of this machine that other replicas reach."""
         self._loop = loop
         self._home = home
-        self._mover = Migrator(self._visit, home.layout, host=host)
+        self._migrator = Migrator(self._visit, home.layout, host=host)
         self._started: asyncio.Task[MigrationAddress] | None = None
         self._pushing: asyncio.Task[MigrationStats] | None = None
         self._handing_over: asyncio.Task[None] | None = None
 
     @property
     def stats(self) -> MigrationStats:
-        return self._mover.stats
+        return self._migrator.stats
 
     async def address(self) -> MigrationAddress:
         """Return where other replicas push to; listens from the first call on."""
         if self._started is None:
-            self._started = asyncio.create_task(self._mover.start())
+            self._started = asyncio.create_task(self._migrator.start())
         return await asyncio.shield(self._started)
 
     def order(self, order: PushCache) -> "asyncio.Task[MigrationStats]":
@@ -68,17 +68,17 @@ class ReplicaMigrations:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await self._mover.stop()
+        await self._migrator.stop()
 
     def check(self) -> None:
         """Raises AssertionError if a connection is kept that has ended."""
-        self._mover.check()
+        self._migrator.check()
 
     async def _push(self, order: PushCache) -> MigrationStats:
         await self.address()
         before = self.stats
         try:
-            after = await self._mover.push(
+            after = await self._migrator.push(
                 order.targets, most_s=order.most_s, most_bytes=order.most_bytes, share=order.share
             )
         except MantaError as error:  # the engine is dead

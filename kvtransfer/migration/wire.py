@@ -1,7 +1,7 @@
 """What two replicas say while cached pages move from one to the other, and the stream that carries it.
 
 Owns:      the messages, their bytes, and the order in which a connection begins (the handshake of peers/wire.py).
-Never:     believes a message: the side that takes the pages checks their digests (mover.py).
+Never:     believes a message: the side that takes the pages checks their digests (migrator.py).
 Invariant: a message that does not fit its type, or is longer than the limit, is a BadMessage; no wait for the peer is
            longer than PEER_S.
 Thread:    one event loop.

@@ -60,9 +60,9 @@ PeekPath = Callable[[TokenIds, str], list[int]]  # and what names the nodes of t
 QUANTUM = 8
 # both simulated: python -m benchmarks router tenants
 MOST_LEFT_OUT = 4  # steps in a row
-# objectives; simulated: docs/log/2026-11-29-orders.md
-LATEST, MORE = 3.0, 0.25
 THROTTLE_S = 10.0  # after which a tenant that asks now and then is not expected any more
+# objectives (`bound_len`); simulated: docs/log/2026-11-29-orders.md
+LATEST, MORE = 3.0, 0.25
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -202,10 +202,8 @@ def _start(
         return Refusal.RUNNING_LIMIT if full else Refusal.STEP_BUDGET
     if queues.adapters is not None and not queues.adapters.ready(req):
         return Refusal.ADAPTER
-    if req.guide is not None and req.guide.due_s > LONG_MASK_S:
-        return Refusal.MASK
-    if kv.store_tier is not None and kv.store_tier.waits(req, step.now_s):
-        return Refusal.LOADING
+    if (refusal := awaits(req, kv, step.now_s)) is not None:
+        return refusal
     if _prefix_is_computed(batch, req, kv, step.share_len):
         return Refusal.SHARED_PREFIX
     reused = kv.admit(req)  # locks the prefix: its pages no longer count as evictable
@@ -228,6 +226,15 @@ def _start(
     req.move(ReqState.PREFILLING)
     if req.stamps.admitted_s is None:
         req.cached = req.cached.of(min(req.computed_len, req.prompt_len))
+    return None
+
+
+def awaits(req: Req, kv: KvCache, now_s: float) -> Refusal | None:
+    """Tell what another thread still makes for ``req``: the first mask of its grammar, or its stored prefix."""
+    if req.guide is not None and req.guide.due_s > LONG_MASK_S:
+        return Refusal.MASK
+    if kv.store_tier is not None and kv.store_tier.waits(req, now_s):
+        return Refusal.LOADING
     return None
 
 

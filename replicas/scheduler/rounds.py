@@ -23,7 +23,7 @@ from replicas.scheduler.budget import CLIP_NEW_TOKENS
 from replicas.scheduler.decode import DecodeRows, retract
 from replicas.scheduler.plan import DecodePlan, PrefixGroup, StepPlan
 from replicas.scheduler.precedence import TenantShares
-from replicas.scheduler.prefill import PASSING, ExtendBatch, Refusal
+from replicas.scheduler.prefill import PASSING, ExtendBatch, Refusal, awaits
 from replicas.scheduler.queues import PdTransferQueue, Queues
 from replicas.scheduler.tokens import LONG_MASK_S, Counters, NewToken, at_fault
 from replicas.scheduler.victims import Need, victims
@@ -366,15 +366,15 @@ def give_way(
         take_from(Need.TURN, heads)
     if queues.chunked is not None:
         first = could_begin(queues.waiting.in_time_before(queues.chunked, now_s))
-        take_from(Need.TIME, (req for req in first if _lacks_nothing(req, queues, kv, now_s)))
+        take_from(Need.TIME, (req for req in first if begins_at_once(req, queues, kv, now_s)))
 
 
-def _lacks_nothing(req: Req, queues: Queues, kv: KvCache, now_s: float) -> bool:
+def begins_at_once(req: Req, queues: Queues, kv: KvCache, now_s: float) -> bool:
     """Whether ``req`` begins once it gets the step of the one mid-prompt: its adapter, mask and stored prefix are here,
     and the pool has room for all that it and those in flight may still need."""
     if queues.chunked is None or req.asked.adapter not in (None, queues.chunked.asked.adapter):
         return False
-    if (req.guide is not None and req.guide.due_s > LONG_MASK_S) or (kv.store_tier and kv.store_tier.waits(req, now_s)):
+    if awaits(req, kv, now_s) is not None:
         return False
     in_flight = [req, *queues.decoding, *queues.away.in_state(ReqState.RECEIVING)]
     need = req.num_tokens + sum(min(each.max_remaining, CLIP_NEW_TOKENS) for each in in_flight)

@@ -118,14 +118,14 @@ def ask(router: Router, there: dict[str, ReplicaView], event: Ask) -> Decision |
 def check_pair(decision: Decision, prefills: set[str], event: Ask, *, always: bool) -> None:
     pair = decision.pair
     assert pair is not None
-    assert (pair.prefill_id is not None) == (pair.reason in (PairReason.HAND_OFF, PairReason.ALWAYS))
+    assert (pair.prefill_id is not None) == (pair.reason in (PairReason.TRANSFER, PairReason.ALWAYS))
     assert pair.prefill_id is None or pair.prefill_id in prefills
     assert (pair.reason is PairReason.NO_PREFILL) == (not prefills and not event.one_replica)
     assert pair.prefill_id is not None or not (always and prefills)
     local_s, kv_transfer_s = pair.chosen.local_cost_s, pair.kv_transfer_cost_s
-    if pair.reason in (PairReason.HAND_OFF, PairReason.LOCAL):
+    if pair.reason in (PairReason.TRANSFER, PairReason.LOCAL):
         assert kv_transfer_s is not None
-        assert kv_transfer_s < local_s if pair.reason is PairReason.HAND_OFF else local_s <= kv_transfer_s + 0.002
+        assert kv_transfer_s < local_s if pair.reason is PairReason.TRANSFER else local_s <= kv_transfer_s + 0.002
 
 
 SMALL = ReplicaView(replica_id="c", time_s=0.0, pool_pages=2)

@@ -274,6 +274,17 @@ def _computed(kv: KvCache, rid: str, prompt: list[int]) -> Req:
     return req
 
 
+@pytest.mark.parametrize(("num_snapshots", "whole"), [(0, True), (2, False)])
+def test_all_of_a_prompt_in_progress_is_kept_but_behind_a_snapshot(num_snapshots: int, whole: bool) -> None:
+    kv = make(size=replace(pool_of(8, 4), num_snapshots=num_snapshots))
+    req = choice_of("mid", range(1, 20))
+    kv.admit(req)
+    kv.extend(req, 8)
+    req.computed_len = 8
+    assert kv.keeps(req)
+    assert kv.keeps(req, whole=True) is whole
+
+
 def test_a_request_that_is_refused_after_it_was_admitted_copies_no_state_is_no_hit_and_ages_nothing() -> None:
     """As one that finds no memory beside others, at each look."""
     kv = make(size=replace(pool_of(8, 4), num_snapshots=2))

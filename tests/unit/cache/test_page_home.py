@@ -67,7 +67,7 @@ class Node:
         self.allocator.free(self.tiers.evict(num))
 
     def push(self, other: "Node", *, run: int = 3) -> float:
-        """All that the mover does, in one thread. Returns: the share of the value that ``other`` has."""
+        """All that the migrator does, in one thread. Returns: the share of the value that ``other`` has."""
         paths = self.home.hottest(1 << 62)
         shares = Shares[Node](paths, PS)
         shares.join(other, other.home.held(paths))

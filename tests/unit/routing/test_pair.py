@@ -74,7 +74,7 @@ def test_requests_that_would_wait_for_it_hand_the_prompt_over() -> None:
     """Three run on d0: each would wait 1 s."""
     decision = router(view("p0"), view("d0", num_running=3)).choose(query())
     pair = pair_of(decision)
-    assert (decision.replica_id, decision.prefill_id, pair.reason) == ("d0", "p0", PairReason.HAND_OFF)
+    assert (decision.replica_id, decision.prefill_id, pair.reason) == ("d0", "p0", PairReason.TRANSFER)
     assert (pair.chosen.stall_s, pair.chosen.transfer_pages, pair.chosen.transfer_bytes) == (3.0, 63, 63_000_000)
     assert decision.predicted_ttft_s == pytest.approx(1.0 + 0.063 + OVERHEAD_S)
 

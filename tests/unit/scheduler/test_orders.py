@@ -5,6 +5,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from itertools import combinations
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from replicas.request import Req, ReqState
 from replicas.scheduler.orders import ORDERS, QueueEntry, in_time, passed_tokens, shortest_first, sort_keys
 from replicas.scheduler.precedence import StepTimes, bound_len
+from replicas.scheduler.rounds import begins_at_once
 from tests.harness import Bench
 
 A, B = list(range(100, 116)), list(range(200, 208))  # prefixes of four pages, of two
@@ -371,3 +373,26 @@ def test_a_prompt_that_is_late_gives_way_between_two_chunks_to_one_that_can_be_i
     bench.run()
     assert bench.scheduler.counters["prefill_tokens"] == 90
     assert bench.scheduler.counters["retracted_tokens"] == 0
+
+
+def test_a_late_prompt_keeps_its_step_where_it_goes_first_anyway_or_the_other_could_not_begin() -> None:
+    """After its first token, once its bound is reached; and beside one that lacks its mask, or has another adapter."""
+    bench = Bench(page_size=4, num_pages=64, chunked_prefill_size=16, policy="on_time")
+    queues, kv, now_s = bench.scheduler.queues, bench.scheduler.kv, bench.scheduler.clock()
+    waiting, counters = queues.waiting, bench.scheduler.counters
+    waiting.step_times = StepTimes(s_per_token=0.01)
+    late = bench.submit(range(300, 380), max_new_tokens=1, objective_s=0.3)
+    bench.step()
+    quick = bench.submit(range(400, 410), max_new_tokens=1, objective_s=1.0)
+    assert (queues.chunked, waiting.in_time_before(late, now_s)) == (late, [quick])
+    late.prompt_len -= 1  # as if its last token were one of its answer, whose pages it lost
+    assert waiting.in_time_before(late, now_s) == []
+    late.prompt_len += 1
+    counters["begun_where_short"] += 1_000
+    assert waiting.in_time_before(late, now_s) == []
+    counters["begun_where_short"] -= 1_000
+    assert begins_at_once(quick, queues, kv, now_s)
+    quick.guide = SimpleNamespace(due_s=1.0)
+    assert not begins_at_once(quick, queues, kv, now_s)
+    quick.guide, quick.asked = None, replace(quick.asked, adapter=SimpleNamespace(identity="another"))
+    assert not begins_at_once(quick, queues, kv, now_s)
