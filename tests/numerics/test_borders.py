@@ -6,6 +6,7 @@ Two replicas, quiet before each request, with pools too small for all texts: pag
 import random
 import time
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -28,6 +29,7 @@ from tests.numerics.test_transformers_models import save
 PAGE_SIZE = 4
 WINDOWS: dict[str, dict[str, Any]] = {"gemma3_text": {"sliding_window": 17}, "llama4_text": {}}  # of 4 pages, and of 2
 STATES = ("qwen3_next", "lfm2")
+RATE = 1000.0  # of both, in tokens/s: a slow first step would send every prompt to the other one
 
 
 def engine_of(folder: Path, host_bytes: int) -> Engine:
@@ -59,7 +61,7 @@ class Replicas:
             info = served._info(None)
             assert info.part_bytes.keys() == {"token", info.part}  # as GET /get_server_info shows
             view = view_of(info, served._report(engine.stats()), as_of_s=time.monotonic())
-            self.router.report(view)
+            self.router.report(replace(view, prefill_tokens_per_s=RATE))
             message = decode(encode(CacheChanges.of(engine.drain_cache_events()))[LENGTH.size :])
             assert isinstance(message, CacheChanges)
             self.router.apply(name, message.events())
