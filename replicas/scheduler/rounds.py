@@ -42,8 +42,8 @@ class Feature:
     def opened(self, req: Req) -> None:
         """Note that ``req`` was accepted."""
 
-    def submitted(self, req: Req) -> None:
-        """Note that ``req`` waits for its turn from its arrival on."""
+    def waits(self, req: Req) -> None:
+        """Note that ``req`` begins to wait for its turn: at its arrival, or when what it was parked for is over."""
 
     def ended(self, req: Req) -> None:
         """Note that ``req``, which was `opened`, has ended or was taken back."""
@@ -113,7 +113,7 @@ class _Sessions(Feature):
 class _Store(Feature):
     kv: KvCache  # it gets its store tier after the scheduler was made
 
-    def submitted(self, req: Req) -> None:
+    def waits(self, req: Req) -> None:
         if self.kv.store_tier is not None:
             self.kv.store_tier.ask(req, longest_reuse(req))
 

@@ -97,8 +97,6 @@ class Scheduler:
         """Accept a request; from here on it ends in exactly one finish."""
         self.accept(req)
         self.wait(req)
-        for feature in self.features.values():
-            feature.submitted(req)
 
     def look_again(self) -> None:
         """Look at the queues before another step is planned ahead: what a request waits for may be there."""
@@ -245,6 +243,8 @@ class Scheduler:
         """Let ``req``, which was accepted, wait for its turn."""
         chunked = self.queues.chunked
         self.queues.waiting.add(req, mid_prompt_len=0 if chunked is None else chunked.extend_len)
+        for feature in self.features.values():
+            feature.waits(req)
         self._gate.disturb()
 
     def _end(self, req: Req, finish: Finish) -> None:

@@ -8,19 +8,22 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvtransfer.types import PdTicket, PeerAddress
 from replicas.cache import store_worker
 from replicas.cache.store_tier import MAX_LEFT
 from replicas.cache.store_worker import Fetch
+from replicas.disagg.roles import ask_grant, compute_here
 from replicas.engine.occupation import Occupation
 from replicas.errors import InvalidRequest
-from replicas.request import Req
+from replicas.request import Leg, Req
 from replicas.scheduler.prefill import Refusal
-from replicas.types import Finish, FinishReason
-from tests.harness import to_host
+from replicas.types import Finish, FinishReason, PdLeg
+from tests.harness import choice_of, to_host
 from tests.tiered_bench import TieredBench
 from tests.waiting import until
 
 PROMPT = list(range(40))  # ten pages of 4
+TICKET = PdTicket(room=1, generation=0, prefill=PeerAddress(host="127.0.0.1", port=1, incarnation="gone"))
 
 
 def filled(root: Path, **kind: object) -> TieredBench:
@@ -55,6 +58,23 @@ def test_what_another_replica_computed_is_read_and_not_computed(tmp_path: Path) 
     stats = bench.store_tier.stats(bench.tiers.stats())
     assert (stats.store_read_tokens, stats.store_written_tokens, stats.store_wrong_pages) == (36, 0, 0)
     bench.finish()
+
+
+@pytest.mark.parametrize("how", ["parked until a fetch is over", "its own KV transfer has failed"])
+def test_a_prompt_that_waited_for_another_replica_is_read_too(tmp_path: Path, how: str) -> None:
+    bench = filled(tmp_path)
+    req = choice_of("waited", PROMPT, now_s=bench.clock(), max_new_tokens=2)
+    bench.reqs.append(req)
+    if how.startswith("parked"):
+        bench.scheduler.park(req)
+        bench.step()
+        bench.scheduler.unpark(req)
+    else:
+        req.leg = Leg(role=PdLeg.DECODE, ticket=TICKET)
+        ask_grant(bench.scheduler, req)
+        compute_here(bench.scheduler, req)
+    bench.finish()
+    assert (req.cached.store, bench.device.num_computed) == (36, 4 + 1)
 
 
 def test_a_look_finds_the_end_of_what_is_there_in_few_rounds(tmp_path: Path) -> None:

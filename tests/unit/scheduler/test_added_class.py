@@ -72,8 +72,8 @@ class Witness(Feature):
         self.said["opened", req.rid] += 1
         self.open.add(req.rid)
 
-    def submitted(self, req: Req) -> None:
-        self.said["submitted", req.rid] += 1
+    def waits(self, req: Req) -> None:
+        self.said["waits", req.rid] += 1
 
     def ended(self, req: Req) -> None:
         self.said["ended", req.rid] += 1
@@ -109,8 +109,8 @@ def test_an_added_feature_hears_of_each_request_from_its_beginning_to_its_end(wi
     bench.run()
     assert parked.state is ReqState.FINISHED
     assert witness.said == {
-        ("opened", "r0"): 1, ("submitted", "r0"): 1, ("token", "r0"): 5, ("ended", "r0"): 1,
-        ("opened", "parked"): 1, ("token", "parked"): 2, ("ended", "parked"): 1,
+        ("opened", "r0"): 1, ("waits", "r0"): 1, ("token", "r0"): 5, ("ended", "r0"): 1,
+        ("opened", "parked"): 1, ("waits", "parked"): 1, ("token", "parked"): 2, ("ended", "parked"): 1,
         ("opened", "aborted"): 1, ("ended", "aborted"): 1, ("opened", "again"): 1, ("ended", "again"): 1,
     }  # fmt: skip
     assert witness.num_looks == len(bench.plans)
