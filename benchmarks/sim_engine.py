@@ -31,7 +31,7 @@ from kvtransfer.types import PdTicket, PeerAddress
 from replicas.cache.kv import KvCache
 from replicas.cache.quarantine import Detained
 from replicas.config import SchedulerConfig
-from replicas.disagg.roles import ask_grant, compute_here, fetch_for, fetched
+from replicas.disagg.roles import ask_grant, fetch_for, fetched, give_up
 from replicas.engine.loop import IDLE_WAIT_S, STATS_PERIOD_S
 from replicas.engine.stepping import StepClock, snapshot
 from replicas.memory.sizing import PoolSize
@@ -39,7 +39,7 @@ from replicas.request import Leg, Req
 from replicas.scheduler.plan import ExtendPlan, StepPlan, StepResult
 from replicas.scheduler.precedence import StepTimes
 from replicas.scheduler.scheduler import Scheduler
-from replicas.types import EngineStats, GenerateRequest, PdLeg, SamplingParams
+from replicas.types import EngineStats, GenerateRequest, PdLeg, PdTransfer, SamplingParams
 from routing.fetch import SLOWED
 from routing.types import IndexEvent, PageFetch, ReplicaView
 
@@ -350,7 +350,7 @@ class SimReplica:
             room=job.request.number, generation=0, prefill=PeerAddress(host="", port=0, incarnation=""),
             end_len=job.fetch.end_tokens, within_s=job.fetch.within_s,
         )  # fmt: skip
-        job.req.leg = Leg(role=PdLeg.FETCH, ticket=ticket)
+        job.req.leg = Leg(kv_transfer=PdTransfer(leg=PdLeg.FETCH, ticket=ticket))
         self._fetching[job.req] = job
         ask_grant(engine.scheduler, job.req)
 
@@ -393,13 +393,14 @@ class SimReplica:
             return
         took_s = job.sent_s if end_len is not None else self._events.now_s - ordered_s  # as a replica's report tells it
         if end_len is None:
-            compute_here(self.engine.scheduler, job.req)
+            give_up(self.engine.scheduler, job.req)
             assert isinstance(job.req.leg, Leg)
             assert isinstance(job.req.leg.detained, Detained)
             self.engine.kv.store.release_quarantined(job.req.leg.detained)
             job.req.leg.detained = None
         else:
             fetched(self.engine.scheduler, job.req, end_len)
+        self.engine.scheduler.wait(job.req)
         for each in self._followers.pop(job.req, ()):
             self.engine.scheduler.unpark(each)
         self.fetched(job, job.num_sent, took_s, end_len is None)

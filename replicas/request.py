@@ -46,6 +46,7 @@ from replicas.types import (
     Finish,
     GenerateRequest,
     PdLeg,
+    PdTransfer,
     PdTransferReport,
     SamplingParams,
     StageTimes,
@@ -157,8 +158,7 @@ class Holding:
 class Leg:
     """One side of a KV transfer, as part of its request; driven by replicas/disagg."""
 
-    role: PdLeg
-    ticket: PdTicket
+    kv_transfer: PdTransfer
     exposed: bool = False  # a peer may read or write what it holds: it can only leave through quarantine
     detained: object | None = None  # receipt of cache/kv.py, when its pages went to quarantine
     closing: bool = False  # its room has failed or was aborted: only the room's last event is still to come
@@ -167,7 +167,16 @@ class Leg:
     granted_s: float | None = None  # decode leg: when it got row and pages
     # when the transfer of its K/V ended, and it waits to be computed: a decode leg's that failed, or a fetch
     waits_again_s: float | None = None
-    report: PdTransferReport | None = None  # decode leg: how it went, until it is in a delta
+    report: PdTransferReport | None = None  # decode leg, fetch: how it went, until it is in a delta
+
+    @property
+    def role(self) -> PdLeg:
+        """What it is now: a prefill leg that fetches first is a fetch until that is over."""
+        return self.kv_transfer.leg if self.kv_transfer.fetch is None else PdLeg.FETCH
+
+    @property
+    def ticket(self) -> PdTicket:
+        return self.kv_transfer.fetch or self.kv_transfer.ticket
 
 
 @dataclass(slots=True, eq=False)

@@ -267,6 +267,7 @@ class PdTransfer:
 
     leg: PdLeg
     ticket: PdTicket
+    fetch: PdTicket | None = None  # prefill leg: of pages that it fetches first
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

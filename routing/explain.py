@@ -84,6 +84,7 @@ def sentence(decision: Decision, name: str = "") -> str:
             f"{decision.policy}: {BECAUSE[decision.reason]}. {_pair_clause(decision, decision.pair)}. "
             f"{tokens} cached {computes}, and the first token after "
             f"{decision.predicted_ttft_s:.3f} s."
+            f"{'' if decision.fetch is None else f' {fetch_clause(decision.fetch)}.'}"
         )
     if decision.fetch is not None:
         return f"{said}. {fetch_clause(decision.fetch)}."

@@ -62,7 +62,7 @@ class Donors:
     """Replicas that could send pages of a prompt."""
 
     ids: Sequence[str]  # [m]
-    at: Ints  # [m] positions among the candidates
+    itself: npt.NDArray[np.bool_]  # [n, m] whether it is the candidate
     device_tokens: Ints  # [m] of the prompt, in whole pages
     tokens: Ints  # [m] with those on the host
     host_s_per_token: Floats  # [m] to load one from there
@@ -109,7 +109,7 @@ def quickest(
           reused: the share of prompt tokens that are found in caches.
     """
     tokens = np.maximum(donors.tokens - base_tokens[:, None], 0)  # [n, m]
-    tokens[donors.at, np.arange(len(donors.at))] = 0
+    tokens[donors.itself] = 0
     tokens[token_bytes == 0] = 0
     tokens[donors.bytes_per_s == 0] = 0
     rate = np.where(donors.bytes_per_s > 0, donors.bytes_per_s, 1.0)

@@ -226,23 +226,27 @@ class FleetState:
         max_new_tokens: int,
         waits: Sequence[RouteLeg] = (),
         tries: int | None = None,
+        donors: Eligible | None = None,
     ) -> Candidates:
         """Return what ``query``, whose ``usable`` pages a cache may hold, would meet at each of ``eligible``.
 
         Args: waits: its open legs, if it was sent before and waits: where they are it would keep its place. tries: the
-              only one that may fetch, to find out whether links that were slow are quicker by now.
+              only one that may fetch, to find out whether links that were slow are quicker by now. donors: those that
+              others may fetch from; None: nothing is fetched.
         """
         reach = self._index.reach(usable, eligible.columns)
         load = self.load.estimate(eligible, now_s, before=[leg.number for leg in waits])
         num_tokens = len(query.token_ids)
         held = held_tokens(reach, load, eligible.loading, page_size=self._page_size)
-        if self._fetches and not query.one_replica and (
-            donors := self._donors(reach, held, load, eligible, usable, hopes=tries is not None)
-        ):  # fmt: skip
-            fetches = self._fetch(donors, held, load, eligible, num_tokens)
-            held = replace(
-                held, fetches=fetches if tries is None else fetches.without(np.arange(len(held.device)) != tries)
-            )
+        if self._fetches and donors is not None and not query.one_replica:
+            there = (reach, load)
+            if donors is not eligible:
+                there = self._index.reach(usable, donors.columns), self.load.estimate(donors, now_s)
+            found = self._donors(held, eligible, donors, *there, usable, hopes=tries is not None)
+            fetches = None if found is None else self._fetch(found, held, load, eligible, num_tokens)
+            if fetches is not None and tries is not None:
+                fetches = fetches.without(np.arange(len(held.device)) != tries)
+            held = replace(held, fetches=fetches)
         for leg in waits:  # the index expects that all of its prompt will be there: by itself
             at = eligible.columns == self.load.column(leg.replica_id)
             held.device[at] = np.minimum(held.device[at], leg.overlap_tokens)
@@ -258,36 +262,39 @@ class FleetState:
         )  # fmt: skip
 
     def _donors(
-        self, reach: Reach, held: HeldTokens, load: LoadEstimate[Floats], eligible: Eligible, usable: Pages,
-        *, hopes: bool,
+        self, held: HeldTokens, receivers: Eligible, donors: Eligible, reach: Reach, load: LoadEstimate[Floats],
+        usable: Pages, *, hopes: bool,
     ) -> Donors | None:  # fmt: skip
-        """Return the replicas that have more of a prompt than another one; None if there is none."""
+        """Return those of ``donors`` that have more of a prompt than one of ``receivers``; None if there is none."""
         if self.links.unsure and self.asked.of:
             return None
-        views, ps = eligible.views, self._page_size
-        able = np.array([view.fetches for view in views])
+        ps = self._page_size
+        able = np.array([view.fetches for view in receivers.views], dtype=np.bool_)
         first = int(((held.device + held.host) // ps).min(where=able, initial=len(usable)))
-        asked = np.array([self.asked.of[view.replica_id] for view in views], dtype=np.float64)
-        most = np.lexsort((asked, -reach.own))
-        at = [int(each) for each in most if able[each] and reach.own[each] > first][:MOST_DONORS]
+        asked, asked_there = (
+            np.array([self.asked.of[view.replica_id] for view in of.views], dtype=np.float64)
+            for of in (receivers, donors)
+        )
+        most = np.lexsort((asked_there, -reach.own))
+        at = [int(each) for each in most if donors.views[each].fetches and reach.own[each] > first][:MOST_DONORS]
         if not at:
             return None
-        columns = eligible.columns[at]
+        columns = donors.columns[at]
         known = [self._index.confirmed(usable, int(each), first) for each in columns]
         rest_s = np.where(
             load.queued_tokens > 0, load.rate_step_tokens / load.prefill_tokens_per_s, load.decode_step_s
         ) * np.minimum(load.num_requests, 1.0)  # fmt: skip
-        ids = [views[each].replica_id for each in at]
+        ids = [donors.views[each].replica_id for each in at]
         return Donors(
             ids=ids,
-            at=np.array(at, dtype=np.int64),
+            itself=receivers.columns[:, None] == columns,
             device_tokens=np.minimum(reach.device[at], known) * ps,
             tokens=np.minimum(reach.own[at], known) * ps,
-            host_s_per_token=eligible.loading[0, at],
+            host_s_per_token=donors.loading[0, at],
             wait_s=rest_s[at] / 2,
             num_running=np.maximum(load.num_requests - load.num_waiting, 0.0)[at],
-            bytes_per_s=self.links.rates(ids, [view.replica_id for view in views], hopes=hopes),
-            asked_bytes=np.maximum(asked[:, None], asked[at]),
+            bytes_per_s=self.links.rates(ids, [view.replica_id for view in receivers.views], hopes=hopes),
+            asked_bytes=np.maximum(asked[:, None], asked_there[at]),
         )
 
     def _fetch(
@@ -358,7 +365,7 @@ class FleetState:
 
     def _look_at_roles(self) -> None:
         self.apart = any(view.role is not Role.UNIFIED for view in self.load.views)
-        self._fetches = not self.apart and sum(view.fetches for view in self.load.views) > 1
+        self._fetches = sum(view.fetches for view in self.load.views) > 1
 
     def _index_anew(self, view: ReplicaView) -> None:
         column = self.load.column(view.replica_id)

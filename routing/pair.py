@@ -3,6 +3,7 @@
 Pure. Both ways are costs in seconds: until the first token, and what the request takes from those that run.
 
     handed over  the soonest prefill replica: queue + own + missing free tokens     / its prefill rate
+                   what it fetches, as the answers before from their decode replica (fetch.py)
                  transfer_s  pages that the decode replica has not                  / the link's rate (fleet_state.py)
                  overhead_s  what a KV transfer costs however small it is              (OVERHEAD_S)
     computed by  queue + own tokens                                                 / its prefill rate
@@ -173,7 +174,7 @@ def with_pressure(prefills: Candidates) -> Candidates:
     them back while ours is queued.
     """
     load, terms = prefills.load, prefills.terms
-    short_s = _missing_tokens(load, terms.own_tokens) / load.prefill_tokens_per_s
+    short_s = _missing_tokens(load, terms.own_tokens + terms.fetched_tokens) / load.prefill_tokens_per_s
     slower = replace(terms, pressure_s=terms.pressure_s + short_s, ttft_s=terms.ttft_s + short_s)
     return replace(prefills, terms=slower)
 
@@ -255,6 +256,7 @@ def pair_decision(
         pair=choice.pair,
         gone_tokens=int(computes.terms.gone_tokens[at]),
         prefill_tokens_per_s=float(computes.terms.prefill_tokens_per_s[at]),
+        fetch=computes.fetch(at),
     )
 
 

@@ -230,8 +230,9 @@ class Router:
     def fetched(self, decision: Decision, num_bytes: int, transfer_s: float, *, failed: bool = False) -> None:
         """Note how the fetch of ``decision`` ended, of which ``num_bytes`` came in ``transfer_s``."""
         assert decision.fetch is not None
-        pair = decision.fetch.donor_id, decision.replica_id
-        self._fleet.asked.end(decision.number)
+        leg = legs(decision)[-1]
+        pair = decision.fetch.donor_id, leg.replica_id
+        self._fleet.asked.end(leg.number)
         self.link.record(num_bytes, transfer_s, pair)
         if failed:
             self.link.failed(pair, late=transfer_s >= decision.fetch.within_s, num_bytes=num_bytes, after_s=transfer_s)
@@ -269,8 +270,9 @@ class Router:
         return sum(self._fleet.end(leg, decision.keys, begun=begun) for leg in ended) > 0  # each of them: no `any`
 
     def _open(self, decision: Decision, pages: Pages, query: RouteQuery) -> None:
-        for leg in legs(decision):
-            fetch = decision.fetch if leg.number == decision.number else None
+        opened = legs(decision)
+        for leg in opened:
+            fetch = decision.fetch if leg is opened[-1] else None
             self._fleet.send(leg, pages, now_s=decision.time_s, adapter=query.adapter, fetch=fetch)
             self._num_decisions = leg.number + 1
         if query.session_id:
@@ -297,8 +299,9 @@ class Router:
             turn = self._turn(query, again)
             return self._decide_pair(query, eligible, keys, usable, waits, turn, now_s=now_s, dry_run=dry_run), pages
         look = partial(
-            self._fleet.candidates, query, eligible, usable, now_s, max_new_tokens=query.max_new_tokens, waits=waits
-        )
+            self._fleet.candidates, query, eligible, usable, now_s, max_new_tokens=query.max_new_tokens, waits=waits,
+            donors=eligible,
+        )  # fmt: skip
         candidates = look()
         choice = self._policy(query, candidates, self._turn(query, again))
         fetch = candidates.fetch(choice.index)
@@ -350,7 +353,9 @@ class Router:
             raise NoReplica(f"{self._why_none(query)}. A decode replica is needed; a prefill replica only hands over")
         before = None
         if prefills.views:
-            found = self._fleet.candidates(query, prefills, usable, now_s, max_new_tokens=1, waits=waits[1:])
+            found = self._fleet.candidates(
+                query, prefills, usable, now_s, max_new_tokens=1, waits=waits[1:], donors=eligible
+            )
             before = with_pressure(found)
         after = self._fleet.candidates(
             query, decodes, usable, now_s, max_new_tokens=query.max_new_tokens, waits=waits[:1]

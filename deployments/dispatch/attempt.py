@@ -173,7 +173,7 @@ class Attempt:
         if self._prefill is not None:
             prefill = PrefillLeg(
                 self._holder, self._noted, self._prefill, decode=stream, on_end=self._prefill_done,
-                on_fault=self._tries.was_in_failed_step,
+                on_fault=self._tries.was_in_failed_step, on_fetch=self._fetched,
             )  # fmt: skip
         ending = Ending.CANCELLED
         try:
@@ -292,9 +292,8 @@ class Attempt:
         if report is None:
             return
         self._noted.kv_transfer = report
-        if self._decision.fetch is not None:
-            took_s = report.transfer_s if report.transferred else report.wait_s
-            self._router.fetched(self._decision, report.num_bytes, took_s, failed=not report.transferred)
+        if self._decision.fetch is not None and self._prefill is None:
+            self._fetched(report)
             return
         self._noted.times.came_s = report.transfer_s if report.transferred else None
         if self._decision.prefill_id is not None:
@@ -303,6 +302,12 @@ class Attempt:
             self._router.link.record(report.num_bytes, report.transfer_s)
         elif prefill is not None:
             prefill.lease.cancel()  # the decode replica computes the prompt itself
+
+
+    def _fetched(self, report: PdTransferReport) -> None:
+        self._noted.fetch_report = report
+        took_s = report.transfer_s if report.transferred else report.wait_s
+        self._router.fetched(self._decision, report.num_bytes, took_s, failed=not report.transferred)
 
 
 @dataclass(frozen=True, slots=True)

@@ -418,13 +418,18 @@ class Dispatcher:
         """Make the attempt for what is left of the request, on the replicas of the decision."""
         parts = progress.parts(number=tries.number, waited_s=waited_s)
         prefill_id, fetch = noted.decision.prefill_id, noted.decision.fetch
-        if fetch is not None and (donor := self._transfer_address(fetch.donor_id)) is not None:
-            parts = [fetching(whole, fetch, generation=tries.number, donor=donor) for whole in parts]
         if prefill_id is not None:
             address = self._transfer_address(prefill_id)
             assert address is not None, f"prefill replica {prefill_id} told no transfer address"
             [whole] = parts  # what has several parts is never handed over (dispatcher.py)
             parts = legs_of(whole, generation=tries.number, prefill=address)
+        if fetch is not None and (donor := self._transfer_address(fetch.donor_id)) is not None:
+            parts = [
+                fetching(each, fetch, generation=tries.number, donor=donor)
+                if each.is_prefill == (prefill_id is not None)
+                else each
+                for each in parts
+            ]
         return Attempt(
             router=self._router,
             holder=self._holder,

@@ -24,7 +24,7 @@ from deployments.dispatch.progress import Part
 from deployments.record.route_log import Try
 from kvtransfer.types import PdTicket, PeerAddress
 from replicas.errors import EngineDead, Fault, MantaError, Overloaded
-from replicas.types import Finish, FinishReason, PdLeg, PdTransfer
+from replicas.types import Finish, FinishReason, PdLeg, PdTransfer, PdTransferReport
 from routing.types import PageFetch
 
 TRY_ENDED = "not known: the try ended first"
@@ -50,12 +50,13 @@ def legs_of(part: Part, *, generation: int, prefill: PeerAddress) -> list[Part]:
 
 
 def fetching(part: Part, fetch: PageFetch, *, generation: int, donor: PeerAddress) -> Part:
-    """Return ``part`` as it fetches pages before it is computed."""
+    """Return ``part``, which may be a prefill leg, as it fetches pages before it is computed."""
     ticket = PdTicket(
         room=secrets.randbits(63), generation=generation, prefill=donor, end_len=fetch.end_tokens,
         within_s=fetch.within_s,
     )  # fmt: skip
-    kv_transfer = PdTransfer(leg=PdLeg.FETCH, ticket=ticket)
+    own = part.request.kv_transfer
+    kv_transfer = PdTransfer(leg=PdLeg.FETCH, ticket=ticket) if own is None else dataclasses.replace(own, fetch=ticket)
     return dataclasses.replace(part, request=dataclasses.replace(part.request, kv_transfer=kv_transfer))
 
 
@@ -71,10 +72,11 @@ class PrefillLeg:
         decode: Stream,
         on_end: Callable[[], object],
         on_fault: Callable[[str], object],
+        on_fetch: Callable[[PdTransferReport], object],
     ) -> None:
         """``decode``: the stream of the decode leg; this leg waits for a replica that hangs if that one does.
         ``on_end``: called when this leg has ended. ``on_fault``: called with its replica, where it was in a step that
-        failed there.
+        failed there. ``on_fetch``: called with how its fetch went.
         """
         assert noted.decision.prefill_id is not None
         self._channel = holder.channel
@@ -83,6 +85,7 @@ class PrefillLeg:
         self._decode = decode
         self._on_end = on_end
         self._on_fault = on_fault
+        self._on_fetch = on_fetch
         self._stream, [self.lease] = holder.begin(self._replica_id, [part], stays=decode.stays)
         self._watch = asyncio.create_task(self._wait())
 
@@ -113,6 +116,8 @@ class PrefillLeg:
         """Wait for the end of the leg. Raises: the error that it was refused with, or ReplicaGone."""
         while True:
             for delta in await self._stream.take():
+                if delta.kv_transfer is not None:
+                    self._on_fetch(delta.kv_transfer)
                 if delta.finish is not None:
                     self._noted.times.prefill = delta.stages
                     return delta.finish

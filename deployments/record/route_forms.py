@@ -124,15 +124,21 @@ def pair_body(decision: Decision) -> dict[str, Any]:
 
 
 def kv_transfer_body(each: Try) -> dict[str, Any]:
-    """Show the outcome of a try's fetch; or its KV transfer's, and prefill replicas held out after earlier tries."""
-    report = None if each.kv_transfer is None else dataclasses.asdict(each.kv_transfer)
+    """Show the outcome of a try's fetch; its KV transfer's, and prefill replicas held out after earlier tries."""
+    body: dict[str, Any] = {}
     if (fetch := each.decision.fetch) is not None:
         expected = {name: finite(value) if isinstance(value, float) else value for name, value in
                     dataclasses.asdict(fetch).items()}  # fmt: skip
-        return {"fetch": {**expected, "report": report, "sentence": fetch_sentence(fetch, each.kv_transfer)}}
-    if each.decision.pair is None:
-        return {}
-    return {"kv_transfer": report, "prefill_end": each.prefill_end, "held_out": dict(each.held_out)}
+        report, sentence = _report_body(each.fetch_report), fetch_sentence(fetch, each.fetch_report)
+        body["fetch"] = {**expected, "report": report, "sentence": sentence}
+    if each.decision.pair is not None:
+        report = _report_body(each.kv_transfer)
+        body |= {"kv_transfer": report, "prefill_end": each.prefill_end, "held_out": dict(each.held_out)}
+    return body
+
+
+def _report_body(report: PdTransferReport | None) -> dict[str, Any] | None:
+    return None if report is None else dataclasses.asdict(report)
 
 
 def fetch_sentence(fetch: PageFetch, report: PdTransferReport | None) -> str:

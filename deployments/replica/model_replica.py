@@ -31,7 +31,7 @@ from deployments.dispatch.leases import ReplicaInfo
 from deployments.fleet.node_tasks import DeathWatch
 from deployments.places import local_path
 from deployments.replica.cache_migration import ReplicaMigrations
-from deployments.replica.served_engine import ServedEngine
+from deployments.replica.served_engine import ServedEngine, may_fetch
 from deployments.settings.roles import config_of
 from deployments.settings.schema import AppConfig, parse
 from deployments.watch.metrics.replica_metrics import replica_emitter
@@ -74,6 +74,7 @@ class ModelReplica(ServedEngine):
             loop = EngineLoop(engine)
             loop.start()
             undo.callback(loop.stop)
+            self._fetch = config.transfer.fetch == "auto"
             home = engine.executor.page_home
             moves = None if home is None else ReplicaMigrations(loop, home, host=host)
             self._metrics = _metrics(config, loop, port, role=Role(role), replica_id=replica_id, node_id=node_id)
@@ -126,7 +127,8 @@ class ModelReplica(ServedEngine):
         return replica_stats(self.loop.stats())
 
     def _info(self, moves: MigrationAddress | None) -> ReplicaInfo:
-        return replace(super()._info(moves), actor=ray.get_runtime_context().get_actor_name() or "")
+        actor = ray.get_runtime_context().get_actor_name() or ""
+        return replace(super()._info(moves), actor=actor, fetches=self._fetch and may_fetch(self.loop.engine))
 
     async def __del__(self) -> None:
         metrics = getattr(self, "_metrics", None)

@@ -477,7 +477,7 @@ class ServedEngine:
             part="" if parts is None else parts.kind,
             border_pages=0 if parts is None else parts.border_pages,
             transfer=engine.transfer_address,
-            fetches=_fetches(engine) and self._role is Role.UNIFIED,
+            fetches=may_fetch(engine) and self._role is Role.UNIFIED,
             metrics=self._metrics_address,
             moves=moves,
             host_bytes=config.cache.host_memory_bytes,
@@ -486,7 +486,7 @@ class ServedEngine:
         )
 
 
-def _fetches(engine: Engine) -> bool:
+def may_fetch(engine: Engine) -> bool:
     """Tell whether cached pages go to and come from other replicas: not where they have parts beside K and V."""
     return engine.transfer is not None and engine.kv.store.parts is None and engine.executor.states is None
 

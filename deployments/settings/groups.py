@@ -269,7 +269,7 @@ def _yaml_off(value: Any) -> Any:
 class TransferGroup(Settings):
     """The group ``transfer``: KV transfers between prefill and decode replicas, and fetches between others."""
 
-    # with mode: unified: whether a replica gets cached pages from another one where that is quicker than computing them
+    # whether a replica gets cached pages from another one where that is quicker than computing them
     fetch: Literal["auto", "off"] = "off"
     # which prompts are handed over: those for which it costs less, or always all that can be
     disaggregation: Literal["conditional", "always"] = "conditional"

@@ -24,7 +24,7 @@ from kvtransfer.types import (
 )
 from replicas.disagg.roles import DecodeRole, Donor, PdTransferParts, PrefillRole
 from replicas.errors import InvalidRequest
-from replicas.request import Req, ReqState
+from replicas.request import Leg, Req, ReqState
 from replicas.scheduler.tokens import NewToken
 from replicas.types import GenerateRequest, PdLeg, PdTransfer
 
@@ -37,7 +37,7 @@ class PdTransfers:
         self.tallies = parts.tallies
         self._scheduler = parts.scheduler
         self._prefill = PrefillRole(parts)
-        self._decode = DecodeRole(parts)
+        self._decode = DecodeRole(parts, self._prefill)
         self._donor = Donor(parts)
 
     @property
@@ -56,11 +56,13 @@ class PdTransfers:
         """Start the leg of ``request``; ``reqs`` are its choices. Raises: InvalidRequest for a room that is in use."""
         kv_transfer = request.kv_transfer
         assert kv_transfer is not None
-        if kv_transfer.leg is PdLeg.PREFILL:
+        leg = Leg(kv_transfer=kv_transfer)
+        if leg.role is PdLeg.PREFILL:
             (req,) = reqs
-            self._prefill.submit(req, kv_transfer)
+            self._scheduler.accept(req)
+            self._prefill.begin(req, leg)
         else:
-            self._decode.submit(reqs, kv_transfer)
+            self._decode.submit(reqs, leg)
 
     def follows(self, req: Req) -> bool:
         """Let ``req``, which has no leg, wait for a fetch that brings some of its prompt. Returns: whether it waits."""
@@ -72,6 +74,8 @@ class PdTransfers:
         assert kv_transfer is not None
         role = self._prefill if kv_transfer.leg is PdLeg.PREFILL else self._decode
         role.rooms.require_new(kv_transfer.ticket.room)
+        if kv_transfer.fetch is not None:
+            self._decode.rooms.require_new(kv_transfer.fetch.room)
 
     def poll(self) -> list[NewToken]:
         """Take the events of the service. Returns: first tokens that came, and (without a token) ends of legs and

@@ -37,6 +37,7 @@ Decode
 Fetch: a decode leg without a prefill leg. It is granted pages up to `PdTicket.end_len`, and what a donor has cached of
 them is written there. `Received`: they go to the cache, and it waits like any other to compute the rest. Late, failed
 or refused: it computes all. `Donor`: SendReady ── pages locked, sent ── SendDone or SendDrained ──> unlocked
+A prefill leg may fetch first (`PdTransfer.fetch`): what its decode replica has of the answers before.
 
 The other choices of an n > 1 request are parked until the prompt of choice 0 is here (or will not come), and so are
 later requests that begin with what is being fetched; they find it in the radix cache.
@@ -44,7 +45,7 @@ Prompt logprobs and requests without output need a forward over the prompt here,
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -76,7 +77,6 @@ from replicas.types import (
     Finish,
     FinishReason,
     PdLeg,
-    PdTransfer,
     PdTransferReport,
     Tally,
     TallyCounts,
@@ -157,6 +157,7 @@ class Rooms:
     def __init__(self, kv: KvCache) -> None:
         self._kv = kv
         self._reqs: dict[int, Req] = {}
+        self._legs: dict[int, Leg] = {}  # of those, which have another one once their fetch is over
 
     def __len__(self) -> int:
         return len(self._reqs)
@@ -178,7 +179,7 @@ class Rooms:
     def open(self, req: Req) -> None:
         room = leg_of(req).ticket.room
         assert room not in self._reqs, f"room {room} is open"
-        self._reqs[room] = req
+        self._reqs[room], self._legs[room] = req, leg_of(req)
 
     def find(self, room: int) -> Req | None:
         """Return the request of ``room``, ended or not; None if the room is not open here."""
@@ -189,7 +190,7 @@ class Rooms:
         req = self._reqs.pop(room, None)
         if req is None:
             return None
-        leg = leg_of(req)
+        leg = self._legs.pop(room)
         leg.exposed = False
         if leg.detained is not None:
             assert isinstance(leg.detained, Detained)
@@ -215,12 +216,11 @@ class PrefillRole:
         self._states = parts.states
         self.rooms = Rooms(parts.kv)
 
-    def submit(self, req: Req, kv_transfer: PdTransfer) -> None:
-        """Park ``req`` until its receiver has opened the room."""
-        ticket = kv_transfer.ticket
-        req.leg = Leg(role=PdLeg.PREFILL, ticket=ticket)
+    def begin(self, req: Req, leg: Leg) -> None:
+        """Let ``req``, which was accepted, wait until its receiver has opened the room."""
+        req.leg, ticket = leg, leg.ticket
         self.rooms.open(req)
-        self._scheduler.park(req)
+        self._scheduler.queues.away.add(req)
         self._service.expect_send(
             SendOrder(
                 room=ticket.room,
@@ -384,7 +384,8 @@ def _why(req: Req) -> str:
 class DecodeRole:
     """The decode legs of one engine; called by `PdTransfers`."""
 
-    def __init__(self, parts: PdTransferParts) -> None:
+    def __init__(self, parts: PdTransferParts, prefill: PrefillRole) -> None:
+        self._prefill = prefill
         self._service = parts.service
         self._observer = parts.observer
         self._tallies = parts.tallies
@@ -397,13 +398,15 @@ class DecodeRole:
         self.rooms = Rooms(parts.kv)
         self._siblings: dict[str, list[Req]] = {}  # parked, by the rid whose prompt they wait for
 
-    def submit(self, reqs: Sequence[Req], kv_transfer: PdTransfer) -> None:
-        """Queue the legs of one request, for a grant where possible; ``reqs``: all of its choices."""
+    def submit(self, reqs: Sequence[Req], leg: Leg) -> None:
+        """Queue the ``leg`` of one request, for a grant where possible; ``reqs``: all of its choices."""
         first, *siblings = reqs
-        first.leg = Leg(role=kv_transfer.leg, ticket=kv_transfer.ticket)
+        first.leg = leg
         if (reason := self._no_kv_transfer(first)) is not None:
-            first.leg.report = PdTransferReport(transferred=False, reason=reason)
-            for req in reqs:
+            leg.report = PdTransferReport(transferred=False, reason=reason)
+            self._scheduler.accept(first)
+            self._goes_on(first)
+            for req in siblings:
                 self._scheduler.submit(req)
             return
         self.rooms.open(first)
@@ -420,6 +423,15 @@ class DecodeRole:
             self._scheduler.park(req)
             self._siblings.setdefault(first.rid, []).append(req)
         return first is not None
+
+    def _goes_on(self, req: Req) -> None:
+        """Let ``req``, whose pages are here or will not come, wait for its turn, or for its receiver if it has one."""
+        leg = leg_of(req)
+        if leg.kv_transfer.fetch is None:
+            self._scheduler.wait(req)
+        else:
+            own = Leg(kv_transfer=replace(leg.kv_transfer, fetch=None), report=leg.report)
+            self._prefill.begin(req, own)
 
     def _no_kv_transfer(self, req: Req) -> str | None:
         """Return why the prompt of ``req`` is computed here, whatever its peer does; None if it may come."""
@@ -443,6 +455,7 @@ class DecodeRole:
                 self.rooms.end(leg.ticket.room)
                 leg.report = self._report(req)
                 fetched(self._scheduler, req, holding.prefix_len)
+                self._goes_on(req)
                 self._release_siblings(req)
                 continue
             pages = self._kv.pages(req, leg.first_page, -(-handed_len(req, self._kv) // self._kv.page_size))
@@ -542,6 +555,7 @@ class DecodeRole:
             req, num_pages=num_pages, num_bytes=event.num_bytes, transfer_s=event.transfer_s
         )
         fetched(self._scheduler, req, end_len)
+        self._goes_on(req)
         self._release_siblings(req)
         return NewToken(req, None, None)
 
@@ -573,7 +587,8 @@ class DecodeRole:
     def _fall_back(self, req: Req, reason: str, *, num_bytes: int = 0) -> NewToken:
         """Compute the prompt here. Returns: no token, so that the report goes out at once and the sender is free."""
         leg_of(req).report = self._report(req, reason=reason, num_bytes=num_bytes)
-        compute_here(self._scheduler, req)
+        give_up(self._scheduler, req)
+        self._goes_on(req)
         self._release_siblings(req)
         return NewToken(req, None, None)
 
@@ -660,8 +675,8 @@ def received(
 
 
 def fetched(scheduler: Scheduler, req: Req, end_len: int) -> None:
-    """Let a RECEIVING request wait to be computed from ``end_len`` on: the pages before, which are here, go to the
-    cache."""
+    """Take a RECEIVING request back, which is to be computed from ``end_len`` on: the pages before, which are here, go
+    to the cache. It has yet to wait."""
     scheduler.queues.away.remove(req)
     req.computed_len = end_len
     scheduler.kv.cut(req)  # pages that did not come: nothing writes to them any more
@@ -669,15 +684,13 @@ def fetched(scheduler: Scheduler, req: Req, end_len: int) -> None:
     req.leg.exposed, req.leg.waits_again_s = False, scheduler.clock()
     let_go(req, scheduler.kv, keep=True)
     req.move(ReqState.WAITING)
-    scheduler.wait(req)
 
 
-def compute_here(scheduler: Scheduler, req: Req) -> None:
-    """Let a decode leg, granted or not, wait to be computed: its K/V will not come or is wrong."""
+def give_up(scheduler: Scheduler, req: Req) -> None:
+    """Take a leg back, granted or not, whose K/V will not come or is wrong. It has yet to wait."""
     scheduler.queues.remove(req)
     if req.state is ReqState.RECEIVING:
         assert req.leg is not None
         req.leg.waits_again_s = scheduler.clock()
         let_go(req, scheduler.kv, keep=False)
         req.move(ReqState.WAITING)
-    scheduler.wait(req)

@@ -17,7 +17,7 @@ each running request. The ratio decays from step to step, and jumps up when a re
 The two legs of a KV transfer; the functions of replicas/disagg/roles.py that the arrows name, and the scheduler's:
 
     ask_grant ─> PreallocQueue ──grant──> PdTransferQueue, RECEIVING ─┬─ received ─> running
-                                                                      └─ compute_here ─> WaitingQueue
+                                                                      └─ give_up ──────> WaitingQueue
     park ─> PdTransferQueue, WAITING ──unpark──> WaitingQueue ... last chunk ─> PdTransferQueue, HANDING_OFF ─ finish
 """
 

@@ -136,7 +136,7 @@ class RouterEvents(RequestWatch):
             cause = noted.miss.cause.value
             self._emitter.counter("router_uncached_requests_total", cause=cause).inc()
             self._emitter.counter("router_uncached_tokens_total", cause=cause).inc(noted.miss.tokens)
-        fetch, report = noted.decision.fetch, noted.kv_transfer
+        fetch, report = noted.decision.fetch, noted.fetch_report
         if fetch is not None and report is not None:
             outcome = "ok" if report.transferred else "error"
             self._emitter.counter("router_fetches_total", outcome=outcome).inc()

@@ -19,7 +19,7 @@ from deployments.record.route_log import MOST_TOLD, OBJECTIVES, RouteRecord
 from deployments.settings.roles import config_of, roles_of
 from deployments.settings.schema import AppConfig
 from kvtransfer.pages import PageKeys
-from replicas.types import TallyCounts
+from replicas.types import PdTransferReport, TallyCounts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,16 +108,18 @@ def request_body(dispatcher: Dispatcher, name: str) -> Body | None:
 
 
 def kv_transfers(record: RouteRecord) -> list[dict[str, Any]]:
-    """Return the KV transfers of the request that have ended, at most one a try."""
+    """Return the fetches and KV transfers of the request that have ended, at most one of each a try."""
+    ended: list[tuple[str, str, PdTransferReport | None]] = []
+    for each in record.tries:
+        decision, prefill_id = each.decision, each.decision.prefill_id
+        if decision.fetch is not None:
+            ended.append((decision.fetch.donor_id, prefill_id or decision.replica_id, each.fetch_report))
+        if prefill_id is not None:
+            ended.append((prefill_id, decision.replica_id, each.kv_transfer))
     return [
-        {
-            "from": each.decision.prefill_id,
-            "to": each.decision.replica_id,
-            "bytes": each.kv_transfer.num_bytes,
-            "ok": each.kv_transfer.transferred,
-        }
-        for each in record.tries
-        if each.kv_transfer is not None
+        {"from": sender, "to": receiver, "bytes": report.num_bytes, "ok": report.transferred}
+        for sender, receiver, report in ended
+        if report is not None
     ]
 
 

@@ -12,12 +12,12 @@ from kvtransfer.types import PdTicket, PeerAddress
 from replicas.cache import store_worker
 from replicas.cache.store_tier import MAX_LEFT
 from replicas.cache.store_worker import Fetch
-from replicas.disagg.roles import ask_grant, compute_here
+from replicas.disagg.roles import ask_grant, give_up
 from replicas.engine.occupation import Occupation
 from replicas.errors import InvalidRequest
 from replicas.request import Leg, Req
 from replicas.scheduler.prefill import Refusal
-from replicas.types import Finish, FinishReason, PdLeg
+from replicas.types import Finish, FinishReason, PdLeg, PdTransfer
 from tests.harness import choice_of, to_host
 from tests.tiered_bench import TieredBench
 from tests.waiting import until
@@ -70,9 +70,10 @@ def test_a_prompt_that_waited_for_another_replica_is_read_too(tmp_path: Path, ho
         bench.step()
         bench.scheduler.unpark(req)
     else:
-        req.leg = Leg(role=PdLeg.DECODE, ticket=TICKET)
+        req.leg = Leg(kv_transfer=PdTransfer(leg=PdLeg.DECODE, ticket=TICKET))
         ask_grant(bench.scheduler, req)
-        compute_here(bench.scheduler, req)
+        give_up(bench.scheduler, req)
+        bench.scheduler.wait(req)
     bench.finish()
     assert (req.cached.store, bench.device.num_computed) == (36, 4 + 1)
 

@@ -11,8 +11,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from deployments.record.route_forms import request_row
-from deployments.replica.served_engine import ServedEngine
+from deployments.dispatch.leases import ReplicaInfo
+from deployments.record.route_forms import kv_transfer_body, request_row
+from deployments.replica.served_engine import ServedEngine, may_fetch
+from deployments.watch.observatory.router_view import kv_transfers
+from kvtransfer.migration.wire import MigrationAddress
 from replicas.engine.loop import EngineLoop
 from replicas.types import GenerateRequest, SamplingParams, TokenDelta
 from routing.types import Role
@@ -29,6 +32,13 @@ def engines() -> Iterator[Engines]:
         yield engines
 
 
+class Fetching(ServedEngine):
+    """A replica of transfer.fetch: auto."""
+
+    def _info(self, moves: MigrationAddress | None) -> ReplicaInfo:
+        return replace(super()._info(moves), fetches=may_fetch(self.loop.engine))
+
+
 class Apart:
     """A house with one prefill and one decode replica, in front of `Engines`."""
 
@@ -38,7 +48,7 @@ class Apart:
         self.num_asked = 0
 
     async def add(self, loop: EngineLoop, replica_id: str, role: Role) -> None:
-        self.house.add(ServedEngine(loop, replica_id=replica_id, node_id="here", role=role))
+        self.house.add(Fetching(loop, replica_id=replica_id, node_id="here", role=role))
         async with asyncio.timeout(30):
             while replica_id not in {view.replica_id for view in self.house.router.views}:
                 await asyncio.sleep(0.01)
@@ -126,6 +136,34 @@ async def test_the_second_time_both_sides_hold_the_prefix_and_usage_tells_of_it(
     assert last.decision.pair is not None
     [(_, expects)] = last.decision.pair.rows()  # the router knew
     assert (expects.cached_tokens, expects.own_tokens, expects.transfer_pages) == (192, 48, 3)
+
+
+async def test_the_prefill_replica_takes_the_answer_before_from_the_decode_replica(
+    apart: Apart, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 150 tokens it has 6 pages, and the decode replica 8. However quick computing is here, they are fetched."""
+    monkeypatch.setattr("routing.fetch.GAIN", -1e9)
+    monkeypatch.setattr("routing.fetch.GAIN_S", -1e9)
+    first = apart.request(100, start=6_000, max_new_tokens=40)
+    answer = ids(await apart.answer(first))
+    num_pages = apart.house.router.num_pages
+    await until_async(lambda: (num_pages("p0"), num_pages("d0")) == ((6, 0), (8, 0)))
+    second = apart.request(0)
+    second = replace(second, token_ids=np.array([*first.token_ids, *answer, *range(300, 310)], dtype=np.int32))
+    deltas = await apart.answer(second)
+    record = apart.house.dispatcher.routes.recent()[-1]
+    assert [(each["from"], each["to"], each["ok"]) for each in kv_transfers(record)] == [
+        ("d0", "p0", True), ("p0", "d0", True),
+    ]  # fmt: skip
+    last = record.tries[-1]
+    assert last.decision.fetch is not None
+    assert (last.decision.fetch.donor_id, last.decision.fetch.num_tokens) == ("d0", 32)
+    body = kv_transfer_body(last)
+    assert (body["fetch"]["report"]["transferred"], body["fetch"]["report"]["num_pages"]) == (True, 2)
+    assert "It fetched 32 tokens from d0" in body["fetch"]["sentence"]
+    assert (body["kv_transfer"]["transferred"], body["kv_transfer"]["num_pages"]) == (True, 2)
+    assert deltas[-1].usage.cached_tokens == 128
+    assert ids(deltas) == ids(await apart.alone(second))
 
 
 async def test_its_time_is_told_by_both_legs_with_the_first_token_and_at_the_end(apart: Apart) -> None:

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import AsyncIterator
+from dataclasses import replace
 
 import pytest
 
@@ -12,6 +13,7 @@ from deployments.settings.schema import AppConfig, parse
 from deployments.watch.observatory.router_view import RouterView, kv_transfers, request_body, router_view, scaling_rules
 from kvtransfer.pages import page_keys
 from replicas.types import PdTransferReport
+from routing.types import PageFetch
 from tests.unit.deployments.in_process import PAGE_SIZE, House, ScriptedReplica
 from tests.unit.deployments.sample_values import ask
 
@@ -70,17 +72,21 @@ async def test_a_request_is_told_with_its_row_its_page_keys_and_its_route(house:
     assert request_body(house.dispatcher, "nobody") is None
 
 
-async def test_kv_transfers_that_have_ended_are_told_with_both_ends(house: House) -> None:
+async def test_fetches_that_have_ended_are_told_with_both_ends(house: House) -> None:
     await serve(house, "one")
     record = house.dispatcher.routes.find("one")
     assert record is not None
     assert kv_transfers(record) == []
     [done] = record.tries
+    fetch = PageFetch(
+        donor_id="r1", end_tokens=32, num_tokens=32, num_bytes=64, took_s=0.1, compute_s=1.0, within_s=1.0,
+        donor_ttft_s=2.0,
+    )  # fmt: skip
     report = PdTransferReport(transferred=False, num_bytes=64)
-    failed = Try(decision=done.decision, kv_transfer=report)
+    failed = Try(decision=replace(done.decision, fetch=fetch), kv_transfer=report, fetch_report=report)
     timeline = Timeline(Arrival(endpoint="chat", arrived_s=0.0), num_choices=1)
     twice = RouteRecord(rid="a1.0-x", timeline=timeline, tries=[failed, done])
-    assert kv_transfers(twice) == [{"from": None, "to": "r0", "bytes": 64, "ok": False}]
+    assert kv_transfers(twice) == [{"from": "r1", "to": "r0", "bytes": 64, "ok": False}]
 
 
 def test_rules_are_told_of_roles_that_scale() -> None:

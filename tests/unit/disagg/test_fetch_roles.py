@@ -2,10 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
+import numpy as np
 import pytest
 
 from kvtransfer.types import PdTicket
+from replicas.cache.radix import RadixCache
 from replicas.request import ReqState
 from replicas.types import FinishReason, GenerateRequest, PdLeg, PdTransfer
 from tests.fakes import continuation
@@ -70,6 +73,15 @@ def test_no_page_crosses_a_salt() -> None:
     quiet(pair)
     assert pair.decode.report("a").reason == "the pages are not cached here any more"
     assert pair.decode.deltas["a", 0][-1].usage.cached_tokens == 0
+
+
+def test_what_a_tenant_fetches_is_in_its_share_of_the_cache() -> None:
+    pair = warm()
+    pair.decode.submit(replace(fetching(pair, ask("a", PROMPT)), tenant="ours"))
+    quiet(pair)
+    cache = pair.decode.engine.kv.store.cache
+    assert isinstance(cache, RadixCache)
+    assert cache.match_prefix(np.array(PROMPT[:44], dtype=np.int32), "", count_hit=False).node.tenant == "ours"
 
 
 def test_only_what_is_missing_is_fetched_and_nothing_if_all_is_here() -> None:
@@ -166,3 +178,65 @@ def test_a_ticket_that_does_not_fit_is_computed(end_len: int) -> None:
     assert not pair.decode.report("a").transferred
     assert pair.decode.ids("a") == continuation(PROMPT, 8)
     assert pair.wire.rooms == {}
+
+
+def second_turn(pair: Pair, *, answered: int = 12) -> list[int]:
+    """A first turn is handed over, and answered by the decode replica. Returns: the prompt of the next."""
+    pair.ask("first", PROMPT[:21], max_new_tokens=answered)
+    pair.run()
+    return [*PROMPT[:21], *pair.decode.ids("first"), 7, 8, 9]
+
+
+def ask_both(pair: Pair, rid: str, prompt: list[int], *, end_len: int, room: int = 99, **request: Any) -> None:
+    """A request whose prefill leg fetches up to ``end_len`` from the decode replica."""
+    prefill, decode = pair.legs(replace(ask(rid, prompt), **request))
+    assert prefill.kv_transfer is not None
+    ticket = PdTicket(
+        room=room, generation=0, prefill=pair.decode.service.address, end_len=end_len, within_s=60.0
+    )
+    pair.prefill.submit(replace(prefill, kv_transfer=replace(prefill.kv_transfer, fetch=ticket)))
+    pair.decode.submit(decode)
+
+
+def test_a_prefill_leg_fetches_the_answer_before_it_hands_the_prompt_over() -> None:
+    """Of 36 tokens the prefill replica has 20, and the decode replica 32."""
+    pair = Pair()
+    prompt = second_turn(pair)
+    ask_both(pair, "second", prompt, end_len=32)
+    pair.until(pair.prefill, "second", ReqState.RECEIVING)
+    quiet(pair)
+    assert pair.prefill.report("second").num_pages == 3
+    assert pair.prefill.end("second") is FinishReason.HANDED_OFF
+    assert pair.decode.ids("second") == continuation(prompt, 8)
+    usage = pair.decode.deltas["second", 0][-1].usage
+    assert usage.cached_tokens == 32
+    assert pair.decode.report("second").num_pages == 1
+
+
+@pytest.mark.parametrize("how", ["failure", "a ticket that does not fit", "abort", "is here"])
+def test_a_prefill_leg_whose_fetch_ends_otherwise_is_handed_over_all_the_same(how: str) -> None:
+    pair = Pair()
+    prompt = second_turn(pair)
+    if how == "is here":
+        pair.prefill.submit(ask("computed", prompt, max_new_tokens=1))
+        pair.run()
+    ask_both(pair, "second", prompt, end_len=31 if "ticket" in how else 32)
+    if how in ("failure", "abort"):
+        pair.until(pair.prefill, "second", ReqState.RECEIVING, pump=0)
+        pair.wire.draining = False
+        if how == "abort":
+            pair.prefill.abort("second")
+            pair.decode.abort("second")
+        else:
+            pair.wire.fail(99)
+        for _ in range(3):
+            pair.turn(pump=0)
+        assert pair.prefill.pages()[4] == 3  # in quarantine, whatever its leg is now
+        pair.wire.resume_draining()
+    quiet(pair)
+    if how == "abort":
+        assert pair.decode.end("second") is FinishReason.ABORT
+        return
+    assert pair.prefill.report("second").transferred == (how == "is here")
+    assert pair.decode.report("second").transferred
+    assert pair.decode.ids("second") == continuation(prompt, 8)

@@ -349,7 +349,7 @@ async def test_kv_transfers_and_why_they_were_decided_are_counted(came: bool) ->
     )  # fmt: skip
     report = PdTransferReport(transferred=came, num_bytes=500, grant_s=0.25, wait_s=0.5)  # half of what was expected
     decision = dataclasses.replace(record.tries[0].decision, fetch=fetch)
-    watched.house.dispatcher.watch.tried(dataclasses.replace(record.tries[0], decision=decision, kv_transfer=report))
+    watched.house.dispatcher.watch.tried(dataclasses.replace(record.tries[0], decision=decision, fetch_report=report))
     seen = await watched.scrape()
     assert seen.values("router_fetches_total", "outcome") == expected
     assert seen.value("router_fetch_seconds_total") == 0.75

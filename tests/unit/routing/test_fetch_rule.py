@@ -10,7 +10,7 @@ from kvtransfer.pages import page_keys
 from routing.explain import sentence
 from routing.fleet_state import ASSUMED_BYTES_PER_S, HELD_S, LinkRates
 from routing.router import Router
-from routing.types import Decision, Ending, KeysStored, ReplicaView, RouteOutcome, RouteQuery
+from routing.types import Decision, Ending, KeysStored, ReplicaView, Role, RouteOutcome, RouteQuery, Tier
 
 PROMPT = np.arange(2_000, dtype=np.int32)
 MB = 1 << 20
@@ -20,18 +20,21 @@ class Fixture:
     """Replicas "a" and "b"; "a" holds the first 1,936 tokens of PROMPT, in pages of 1 MB, and its queue takes 3 s.
     1,000 tokens are computed in a second."""
 
-    def __init__(self, *, fetches: bool = True, queued: int = 3_000, page_bytes: int = MB, **of_a: object) -> None:
+    def __init__(
+        self, *, fetches: bool = True, queued: int = 3_000, page_bytes: int = MB, tier: Tier = Tier.DEVICE,
+        **of_a: object,
+    ) -> None:  # fmt: skip
         self.now_s = 100.0
         self.router = Router("estimated_ttft", Random(0), lambda: self.now_s)
         shared = ReplicaView(
             replica_id="", time_s=100.0, prefill_tokens_per_s=1_000.0, pool_pages=1_000, page_bytes=page_bytes,
             fetches=fetches,
         )  # fmt: skip
-        self.a = replace(shared, replica_id="a", queued_uncached_tokens=queued, num_waiting=3, **of_a)  # type: ignore[arg-type]
+        self.a = replace(shared, replica_id="a", queued_uncached_tokens=queued, num_waiting=3 if queued else 0, **of_a)  # type: ignore[arg-type]
         self.b = replace(shared, replica_id="b")
         self.router.update([self.a, self.b])
         self.keys = page_keys(PROMPT, 16, "")[:121]
-        assert self.router.apply("a", [KeysStored(1, self.keys)])
+        assert self.router.apply("a", [KeysStored(1, self.keys, tier)])
 
     def query(self, salt: str = "", **query: object) -> RouteQuery:
         return RouteQuery(rid="r", token_ids=PROMPT, salt=salt, max_new_tokens=100, **query)  # type: ignore[arg-type]
@@ -84,6 +87,58 @@ def test_the_measured_rate_of_the_pair_decides(bytes_per_s: float, fetches: bool
     f = Fixture()
     f.router.link.record(100 * MB, 100 * MB / bytes_per_s, ("a", "b"))
     assert (f.choose().fetch is not None) == fetches
+
+
+def test_what_a_donor_has_on_its_host_counts_with_its_load() -> None:
+    """1,936 tokens take 0.19 s to load there."""
+    fetch = Fixture(tier=Tier.HOST, host_pages=1_000, host_s_per_token=1e-4).choose().fetch
+    assert fetch is not None
+    assert (fetch.donor_id, fetch.num_tokens) == ("a", 1_936)
+    assert fetch.took_s == pytest.approx(0.02 + 0.1936 + 121 * MB / ASSUMED_BYTES_PER_S)
+
+
+def test_a_donor_answers_after_its_step_and_what_its_requests_lose_meanwhile_is_charged() -> None:
+    """A step takes 0.4 s, of which half is left, and 121 MB slow 8 running requests by a twentieth of 0.6 s."""
+    f = Fixture(queued=0, num_running=8, decode_step_s=0.4)
+    f.router.link.record(100 * MB, 100 * MB / 2e8, ("a", "b"))
+    chosen = f.choose(allowed=frozenset({"a", "b"})).candidates[1].terms
+    sent_s = 121 * MB / 2e8
+    assert chosen.fetch_s == pytest.approx(0.02 + 0.2 + sent_s)
+    assert chosen.behind_s == pytest.approx(0.05 * sent_s * 8)
+    assert Fixture(queued=60_000, num_running=300).choose().fetch is None  # 1.9 s in all to save 1.8
+
+
+def test_a_receiver_of_a_hot_prefix_is_a_donor_and_the_one_that_was_asked_for_least_is_asked() -> None:
+    f = Fixture()
+    f.router.link.record(10 * ASSUMED_BYTES_PER_S, 10.0)
+    f.router.report(replace(f.b, replica_id="c"))
+    first = f.choose(allowed=frozenset({"a", "b"}))
+    assert first.fetch is not None
+    assert first.fetch.donor_id == "a"
+    assert f.router.apply("b", [KeysStored(1, f.keys)])
+    f.router.fetched(first, first.fetch.num_bytes, 0.1)
+    f.router.report(replace(f.b, replica_id="d"))
+    busy = {"queued_uncached_tokens": 3_000, "num_waiting": 3, "time_s": 100.1}
+    f.router.report(replace(f.b, **busy))
+    second, third = (f.choose(allowed=frozenset({"a", "b", each})) for each in "cd")
+    assert [second.replica_id, third.replica_id] == ["c", "d"]
+    assert second.fetch is not None
+    assert third.fetch is not None
+    assert {second.fetch.donor_id, third.fetch.donor_id} == {"a", "b"}
+    for each in (first, second, third):
+        f.done(each)
+
+
+def test_a_request_that_moves_fetches_where_it_goes() -> None:
+    f = Fixture()
+    waits = f.choose(allowed=frozenset({"a"}))
+    assert waits.replica_id == "a"
+    query = f.query()
+    moved = f.router.choose_again(waits, query).decision
+    assert moved is not None
+    assert moved.replica_id == "b"
+    assert moved.fetch is not None
+    assert (moved.fetch.donor_id, moved.fetch.num_tokens) == ("a", 1_936)
 
 
 def test_fetches_under_way_make_the_next_one_longer() -> None:
@@ -187,3 +242,27 @@ def test_while_nothing_is_known_of_links_one_fetch_at_a_time_finds_out() -> None
     f.done(first)
     f.done(second)
     f.done(third)
+
+
+def test_the_prefill_replica_of_a_pair_takes_the_answer_from_the_decode_replica() -> None:
+    """Of 2,000 tokens the prefill replica has computed 960, and the decode replica has 1,936; it is busy, and the link
+    carries 200 MB/s: 61 MB take 0.32 s, to compute them takes 0.98."""
+    f = Fixture()
+    p, d = replace(f.b, replica_id="p", role=Role.PREFILL), replace(f.a, replica_id="d", role=Role.DECODE)
+    router = Router("estimated_ttft", Random(0), lambda: f.now_s)
+    router.update([p, d])
+    router.apply("p", [KeysStored(1, f.keys[:60])])
+    router.apply("d", [KeysStored(1, f.keys)])
+    router.link.record(100 * MB, 100 * MB / 2e8, ("d", "p"))
+    decision = router.choose(f.query())
+    assert (decision.replica_id, decision.prefill_id) == ("d", "p")
+    fetch = decision.fetch
+    assert fetch is not None
+    assert (fetch.donor_id, fetch.num_tokens, fetch.end_tokens, fetch.num_bytes) == ("d", 976, 1_936, 61 * MB)
+    assert decision.overlap_tokens == 1_936
+    assert "It fetches 976 tokens from d in 0.34 s; computing them takes 0.98." in sentence(decision)
+    router.check()
+    router.fetched(decision, fetch.num_bytes, 0.3)
+    router.check()
+    assert router.link.rates(["d"], ["p"])[0, 0] == pytest.approx(2e8, rel=0.1)
+    assert router.choose(f.query(one_replica=True)).fetch is None

@@ -11,7 +11,7 @@ from replicas.disagg.roles import ask_grant, received
 from replicas.request import CachedTokens, Leg, Req, ReqState
 from replicas.scheduler.plan import ExtendPlan
 from replicas.scheduler.prefill import Refusal
-from replicas.types import Finish, FinishReason, PdLeg
+from replicas.types import Finish, FinishReason, PdLeg, PdTransfer
 from tests.fakes import continuation
 from tests.harness import Bench, choice_of
 
@@ -22,7 +22,7 @@ DONE = Finish(reason=FinishReason.ABORT)
 def leg(bench: Bench, rid: str, prompt: Sequence[int], **request: Any) -> Req:
     """A decode leg in the queue; ``request`` as of `Bench.submit`."""
     req = choice_of(rid, prompt, now_s=bench.clock(), **({"max_new_tokens": 4} | request))
-    req.leg = Leg(role=PdLeg.DECODE, ticket=PdTicket(room=1, generation=0, prefill=PEER))
+    req.leg = Leg(kv_transfer=PdTransfer(leg=PdLeg.DECODE, ticket=PdTicket(room=1, generation=0, prefill=PEER)))
     bench.reqs.append(req)
     ask_grant(bench.scheduler, req)
     return req

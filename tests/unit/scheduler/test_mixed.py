@@ -7,7 +7,7 @@ from replicas.request import Leg, Req, ReqState
 from replicas.scheduler.budget import CLIP_NEW_TOKENS, NewTokenRatio, RatioRule, StepBudget, prompt_tokens
 from replicas.scheduler.plan import DecodePlan, StepPlan
 from replicas.scheduler.tokens import stop_reason
-from replicas.types import PdLeg, SamplingParams
+from replicas.types import PdLeg, PdTransfer, SamplingParams
 from tests.harness import Bench, ask, choice_of, fake_engine, finish_all
 
 LONG = list(range(100, 140))  # 40 tokens
@@ -175,7 +175,7 @@ def test_a_prefill_leg_reserves_nothing_for_the_output_that_another_replica_make
     ticket = PdTicket(room=1, generation=0, prefill=PeerAddress(host="127.0.0.1", port=1, incarnation="a"))
     ratio, asked = NewTokenRatio(RatioRule(initial=1.0, floor=0.0, decay=0.0)), req(max_new_tokens=100)
     for role, reserved in ((PdLeg.DECODE, 100), (PdLeg.PREFILL, 0)):
-        asked.leg = Leg(role=role, ticket=ticket)
+        asked.leg = Leg(kv_transfer=PdTransfer(leg=role, ticket=ticket))
         assert ratio.reserve(asked) == reserved
 
 
