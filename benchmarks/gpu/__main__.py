@@ -17,7 +17,8 @@ work for every token is included.
 differ. Llama-8B's heads in bf16, pages of 16; the forward alone, planning left out.
 
 `elementwise`: the operations between the products of a layer in one launch each, beside PyTorch's. `ranks`: a decode
-step of two ranks on two GPUs, from CUDA graphs and without.
+step of two ranks on two GPUs, from CUDA graphs and without. `operations`: the copies and launches of a decode step
+beside its graph, counted on a GPU that is not there (tests/gpu/fake_cuda.py).
 
 ``--quick``: small shapes and a small pool on whatever device there is, to see that the benchmark itself works.
 """
@@ -25,6 +26,7 @@ step of two ranks on two GPUs, from CUDA graphs and without.
 import argparse
 import gc
 import math
+import os
 import statistics
 import sys
 import threading
@@ -330,6 +332,36 @@ def rank_rows(options: argparse.Namespace) -> Iterator[Row]:
         _free(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
 
 
+def operation_rows(options: argparse.Namespace) -> Iterator[Row]:
+    """Count the device's operations between two replays of decode steps. Raises: SystemExit with a GPU."""
+    if torch.cuda.is_available():
+        raise SystemExit("counted where no GPU is seen: CUDA_VISIBLE_DEVICES= python -m benchmarks gpu operations")
+    os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported
+    import pytest
+
+    from tests.gpu import fake_cuda, flashinfer_stand_in
+
+    shape, num = replace(TINY, head_dim=64, num_layers=1), 8
+    backends: tuple[Attention, ...] = ("flashinfer", "triton")
+    for attention in backends:
+        with pytest.MonkeyPatch.context() as patch:
+            fake = fake_cuda.install(patch)
+            flashinfer_stand_in.install(patch)
+            engine = start_engine(shape, max_running=2, max_len=64, attention=attention)
+            for name, params in (("greedy", GREEDY), ("drawn", DRAWN)):
+                params = replace(params, max_new_tokens=num, ignore_eos=True)
+                with fake.noting() as noted:
+                    for rid in ("a", "b"):
+                        engine.submit(GenerateRequest(rid=rid, token_ids=np.arange(2, dtype=np.int32), sampling=params))
+                    while engine.has_work:
+                        engine.step()
+                between = noted[1:-1]  # two replays
+                note = ", ".join(statistics.mode(tuple(each) for each in between))
+                counts = [len(each) for each in between]
+                yield Row.of("between two replays", f"{name} by {attention}", counts, "operations", note=note)
+            engine.close()
+
+
 def attention_rows(options: argparse.Namespace) -> Iterator[Row]:
     """Measure a layer by each backend. Raises: SystemExit without a GPU."""
     if not torch.cuda.is_available():
@@ -388,6 +420,7 @@ def _add_options(parse: argparse.ArgumentParser) -> None:
 PARTS = {
     "steps": Part(about="decode, prefill and the engine's loop", measure=step_rows),
     "elementwise": Part(about="what lies between a layer's products, fused and by PyTorch", measure=elementwise_rows),
+    "operations": Part(about="the device's, between two replays of decode", measure=operation_rows, asked=True),
     "attention": Part(about="one layer by FA2, FA3 and Triton", measure=attention_rows, asked=True),
     "ranks": Part(about="decode of two ranks, from CUDA graphs and without", measure=rank_rows, asked=True),
 }

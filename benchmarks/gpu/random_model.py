@@ -133,7 +133,7 @@ def start_engine(
         return launch.load_engine(
             launch.EngineSettings(
                 model=shape.name,
-                cache=CacheConfig(max_total_tokens=4096 if shape is TINY else None, kv_dtype=kv_dtype),
+                cache=CacheConfig(max_total_tokens=4096 if shape.name == TINY.name else None, kv_dtype=kv_dtype),
                 scheduler=SchedulerConfig(max_running_requests=max_running),
                 num_threads=1,
                 parallel=ParallelConfig(tp=tp),

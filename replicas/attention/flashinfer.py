@@ -5,7 +5,7 @@ kernels take the stride between pages. Requests that extend are one plan, reques
 all layers, so they are of one kind (a scale, a cap, a window); with a window, pages that no token of a request sees are
 left out.
 
-Owns:      the wrappers and their workspaces; the pages of the step (page_lists.py).
+Owns:      the wrappers and their workspaces; the lists of pages that graphs read, which their first launch fills.
 Never:     plans within a layer: `begin` plans the step once. In `begin_graph` every buffer that kernels read keeps its
            address, a wrapper for each batch size.
 Invariant: a plan is not written before the copies of the one before have run: FlashInfer stages them in one pinned
@@ -23,8 +23,8 @@ from torch import Tensor
 
 from replicas.attention.base import BatchMeta, HeadTurn, KvPool
 from replicas.attention.fence import Fence
-from replicas.attention.page_lists import Ints, page_bounds, page_indices
-from replicas.attention.triton_paged import store_kv
+from replicas.attention.page_lists import Ints, page_bounds
+from replicas.attention.triton_paged import PageLists, list_pages, store_kv
 from replicas.attention.workspace import filling_tokens, is_hopper, num_sms, workspace_bytes
 from replicas.config import AttentionKind
 from replicas.errors import InvalidConfig
@@ -93,7 +93,7 @@ class FlashInferAttention:
         self._eager = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
             self._workspace, "HND", use_tensor_cores=self._tensor_cores
         )
-        self._graphs: dict[int, Any] = {}  # batch size -> decode wrapper with fixed buffers
+        self._graphs: dict[int, tuple[Any, PageLists]] = {}  # batch size -> decode wrapper, and its fixed buffers
         self._indices = torch.empty(0, dtype=torch.int32, device=self._device)  # of those, shared
         self._decode = self._eager  # of the current step
         self._copied = Fence(self._device)  # behind the last plan's copies
@@ -110,18 +110,30 @@ class FlashInferAttention:
         if num_extend:
             self._plan_extend(batch, bounds[: num_extend + 1], seq_lens[:num_extend])
         if self._num_decode:
-            self._plan_decode(batch.table, batch.rows[num_extend:], seq_lens[num_extend:])
+            page_size, window = self._pool.page_size, self._window
+            indptr, last_page_len = self._decode_bounds(seq_lens[num_extend:])
+            indices = list_pages(batch, slice(num_extend, None), page_size, int(indptr[-1]), window=window)
+            self._eager.plan(*self._decode_numbers(indptr, indices, last_page_len), **self._planned)
         self._copied.mark()
 
     def begin_graph(self, batch: BatchMeta) -> None:
         """Begin a decode step that is captured in, or replayed from, a CUDA graph of its batch size."""
         self._copied.wait()
         size = batch.rows.shape[0]
+        plan = flashinfer.fast_decode_plan  # leaves the buffers alone, which `begin_captured` fills
         if size not in self._graphs:
             self._graphs[size] = self._graph_wrapper(size, -(-batch.table.shape[1] // self._pool.page_size))
-        self._batch, self._decode, self._num_decode = batch, self._graphs[size], size
-        self._plan_decode(batch.table, batch.rows, batch.on_host()[1])
+            plan = type(self._graphs[size][0]).plan  # chooses the kernels too
+        self._decode, lists = self._graphs[size]
+        self._batch, self._num_decode = batch, size
+        indptr, last_page_len = self._decode_bounds(batch.on_host()[1])
+        indices = lists[1][: int(indptr[-1])]
+        plan(self._decode, *self._decode_numbers(indptr, indices, last_page_len), **self._planned)
         self._copied.mark()
+
+    def begin_captured(self, batch: BatchMeta) -> None:
+        _, lists = self._graphs[batch.rows.shape[0]]
+        list_pages(batch, slice(None), self._pool.page_size, lists, window=self._window)
 
     def forward(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
         return self.forward_rotating(layer, q, k, v, None)
@@ -154,16 +166,13 @@ class FlashInferAttention:
     def _plan_extend(self, batch: BatchMeta, bounds: Ints, seq_lens: Ints) -> None:
         fills = "long" in self._prefills and bounds[-1] >= filling_tokens(self._num_heads, self._device)
         self._extend = self._prefills["long" if fills else "short"]
-        self._plan_prefill(self._extend, batch.table, batch.rows[: len(seq_lens)], bounds, seq_lens)
-
-    def _plan_prefill(self, wrapper: Any, table: Tensor, rows: Tensor, bounds: Ints, seq_lens: Ints) -> None:
         page_size = self._pool.page_size
         unseen = self._unseen_pages(seq_lens - np.diff(bounds))
         indptr, last_page_len = page_bounds(seq_lens, page_size, unseen)
-        wrapper.plan(
+        self._extend.plan(
             torch.from_numpy(bounds),
             torch.from_numpy(indptr),
-            page_indices(table, rows, indptr, page_size, unseen),
+            list_pages(batch, slice(len(seq_lens)), page_size, int(indptr[-1]), window=self._window),
             torch.from_numpy(last_page_len),
             self._num_heads,
             self._num_kv_heads,
@@ -173,19 +182,13 @@ class FlashInferAttention:
             **self._planned,
         )
 
-    def _plan_decode(self, table: Tensor, rows: Tensor, seq_lens: Ints) -> None:
-        page_size, first_pages = self._pool.page_size, self._unseen_pages(seq_lens - 1)
-        indptr, last_page_len = page_bounds(seq_lens, page_size, first_pages)
-        self._decode.plan(
-            torch.from_numpy(indptr),
-            page_indices(table, rows, indptr, page_size, first_pages),
-            torch.from_numpy(last_page_len),
-            self._num_heads,
-            self._num_kv_heads,
-            self._head_dim,
-            page_size,
-            **self._planned,
-        )
+    def _decode_bounds(self, seq_lens: Ints) -> tuple[Ints, Ints]:
+        return page_bounds(seq_lens, self._pool.page_size, self._unseen_pages(seq_lens - 1))
+
+    def _decode_numbers(self, indptr: Ints, indices: Tensor, last_page_len: Ints) -> tuple[Any, ...]:
+        """Return what a decode wrapper's plan takes before its options."""
+        pages = torch.from_numpy(indptr), indices, torch.from_numpy(last_page_len)
+        return *pages, self._num_heads, self._num_kv_heads, self._head_dim, self._pool.page_size
 
     def _unseen_pages(self, positions: Ints) -> Ints | None:
         """Return the pages [B] before all that the tokens from ``positions`` [B] on see; None: there are none."""
@@ -193,20 +196,22 @@ class FlashInferAttention:
             return None
         return (np.maximum(positions - self._window + 1, 0) // self._pool.page_size).astype(np.int32)
 
-    def _graph_wrapper(self, size: int, max_pages: int) -> Any:
-        """Make the wrapper of a graph; a request has at most ``max_pages``."""
+    def _graph_wrapper(self, size: int, max_pages: int) -> tuple[Any, PageLists]:
+        """Make the wrapper of a graph, and the lists that it reads; a request has at most ``max_pages``."""
         if len(self._indices) < size * max_pages:
             assert not self._graphs, "the largest batch size is captured first"
             self._indices = torch.zeros(size * max_pages, dtype=torch.int32, device=self._device)
-        return flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+        bounds, last = (torch.zeros(num, dtype=torch.int32, device=self._device) for num in (size + 1, size))
+        wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
             self._workspace,
             "HND",
             use_cuda_graph=True,
             use_tensor_cores=self._tensor_cores,
-            paged_kv_indptr_buffer=torch.zeros(size + 1, dtype=torch.int32, device=self._device),
+            paged_kv_indptr_buffer=bounds,
             paged_kv_indices_buffer=self._indices,
-            paged_kv_last_page_len_buffer=torch.ones(size, dtype=torch.int32, device=self._device),
+            paged_kv_last_page_len_buffer=last,
         )
+        return wrapper, (bounds, self._indices, last)
 
 
 def why_not(kv_dtype: torch.dtype, *, dtype: torch.dtype, head_dim: int) -> str | None:

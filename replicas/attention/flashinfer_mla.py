@@ -17,7 +17,8 @@ from torch import Tensor
 
 from replicas.attention.base import BatchMeta, KvPool
 from replicas.attention.fence import Fence
-from replicas.attention.page_lists import page_bounds, page_indices
+from replicas.attention.page_lists import page_bounds
+from replicas.attention.triton_paged import list_pages
 from replicas.attention.workspace import MIN_BYTES
 from replicas.errors import InvalidConfig
 
@@ -50,7 +51,7 @@ class FlashInferLatentAttention:
         self._wrapper.plan(
             torch.from_numpy(bounds),
             torch.from_numpy(indptr),
-            page_indices(batch.table, batch.rows, indptr, page_size),
+            list_pages(batch, slice(None), page_size, int(indptr[-1])),
             torch.from_numpy(seq_lens),
             self._num_heads,
             *LATENT_DIMS,

@@ -231,3 +231,29 @@ def _put(to, x, there, inverse, LARGEST: tl.constexpr):
     if LARGEST > 0:
         x = tl.minimum(tl.maximum(x.to(tl.float32) * inverse, -LARGEST), LARGEST)
     tl.store(to, x.to(to.dtype.element_ty), mask=there)
+
+
+@triton.jit(do_not_specialize_on_alignment=["rows", "prefix_lens", "seq_lens"])
+def list_pages(
+    table, row_len, rows, prefix_lens, seq_lens, indptr, indices, last_page_len, window,
+    PAGE: tl.constexpr, BLOCK: tl.constexpr,
+):
+    """Program (request b, part): its pages, from the first that its new tokens see on, go to indices from
+    indptr[b] on; indptr[b + 1] and last_page_len[b] are written. indptr[0] is 0 already. ``window`` 0: all are seen."""
+    b, part = tl.program_id(0), tl.program_id(1)
+    pages = tl.zeros([BLOCK], tl.int32)  # of the requests before it
+    for at in range(0, b, BLOCK):
+        i = at + tl.arange(0, BLOCK)
+        length = tl.load(seq_lens + i, mask=i < b, other=0)
+        unseen = _first_seen(tl.load(prefix_lens + i, mask=i < b, other=0), window, 0) // PAGE
+        pages += (length + PAGE - 1) // PAGE - unseen
+    start, length = tl.sum(pages, 0), tl.load(seq_lens + b)
+    unseen = _first_seen(tl.load(prefix_lens + b), window, 0) // PAGE
+    count = (length + PAGE - 1) // PAGE - unseen
+    tl.store(indptr + b + 1, start + count)
+    tl.store(last_page_len + b, (length - 1) % PAGE + 1)
+    row = table + tl.load(rows + b).to(tl.int64) * row_len + unseen * PAGE
+    for at in range(part * BLOCK, count, tl.num_programs(1) * BLOCK):
+        i = at + tl.arange(0, BLOCK)
+        slot = tl.load(row + i * PAGE, mask=i < count, other=0)
+        tl.store(indices + start + i, slot // PAGE, mask=i < count)

@@ -29,7 +29,10 @@ from replicas.memory.scaled_pool import LARGEST
 
 MAX_SPLITS = 32
 PROGRAMS = 2048  # wanted in a decode step: enough for all multiprocessors, few enough that empty ones cost little
+LISTED = 1024  # pages that a program of `list_pages` has in registers
+LISTING = 4  # programs of a request: 128k tokens in pages of 16 are two turns of each
 PLAIN = AttentionKind()
+PageLists = tuple[Tensor, Tensor, Tensor]  # int32: indptr, 0 in front; indices; last_page_len (page_lists.py)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +98,8 @@ class TritonAttention:
         """Begin a decode step that is captured or replayed: everything it reads is in ``batch``."""
         self._batch, self._num_decode = batch, batch.rows.shape[0]
         self._tiles = None
+
+    def begin_captured(self, batch: BatchMeta) -> None: ...
 
     def forward(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
         return self._run(layer, q, k, v, None, sinks)
@@ -192,6 +197,25 @@ def store_kv(
         LARGEST=largest, PAGE=keys.shape[2], D=head_dim, BLOCK_D=triton.next_power_of_2(head_dim), num_warps=1,
         **FUSED,
     )  # fmt: skip
+
+
+def list_pages(
+    batch: BatchMeta, requests: slice, page_size: int, into: PageLists | int, *, window: int | None = None
+) -> Tensor:
+    """List the pages that ``requests`` of a step read, without waiting: those with a token that a new one sees.
+
+    Args:    into: where to; or how many there are in all, for fresh memory. window: tokens that a token sees.
+    Returns: indices.
+    """
+    rows = batch.rows[requests]
+    if isinstance(into, int):
+        numbers = torch.empty(2 * len(rows) + 1, dtype=torch.int32, device=rows.device)
+        into = numbers[: len(rows) + 1], numbers.new_empty(into), numbers[len(rows) + 1 :]
+    kernels.list_pages[(len(rows), LISTING)](
+        batch.table, batch.table.stride(0), rows, batch.prefix_lens[requests], batch.seq_lens[requests], *into,
+        window or 0, PAGE=page_size, BLOCK=LISTED, **FUSED,
+    )  # fmt: skip
+    return into[1]
 
 
 def num_splits(num_requests: int, num_kv_heads: int) -> int:

@@ -44,16 +44,17 @@ def silu_mul(gate_up, out, size, BLOCK: tl.constexpr):
     tl.store(out + row * size + i, made.to(out.dtype.element_ty), mask=there)
 
 
-@triton.jit(do_not_specialize=["num_sampled"], do_not_specialize_on_alignment=["sampled"])
-def enter_rows(ids, sampled, num_sampled, table, row_len, follows, rows, positions, out_slots):
+@triton.jit
+def enter_rows(ids, source, table, row_len, follows, rows, positions, out_slots):
     """Program (row): the slot of a row that decodes goes into table [R, row_len] at its position; its input id becomes
-    token follows[row] of sampled [num_sampled] int64, 0 for one that is broken, unless that is -1 or none are there."""
+    token follows[row] of the int64 that lie at the address source[0], 0 for one that is broken, unless either is -1."""
     b = tl.program_id(0)
     at = tl.load(rows + b).to(tl.int64) * row_len + tl.load(positions + b)
     tl.store(table + at, tl.load(out_slots + b).to(tl.int32))
-    place = tl.load(follows + b)
-    there = (place >= 0) & (place < num_sampled)
-    tl.store(ids + b, tl.maximum(tl.load(sampled + place, mask=there, other=0), 0), mask=there)
+    address, place = tl.load(source), tl.load(follows + b)
+    there = (address >= 0) & (place >= 0)
+    token = tl.load(address.to(tl.pointer_type(tl.int64)) + place, mask=there, other=0)
+    tl.store(ids + b, tl.maximum(token, 0), mask=there)
 
 
 @triton.jit

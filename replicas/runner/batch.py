@@ -232,6 +232,7 @@ class DeviceBatch:
     sample_rows: list[int]  # the logits rows to sample, in the order of plan.sampling
     prompt_rows: list[PromptRows]
     hidden: Tensor | None = None  # [T, hidden] of a step that has run, where a pooling pools them
+    followed: tuple[Tensor, Tensor] | None = None  # of a decode step, for `enter`: an address, and places there
 
 
 def build(plan: StepPlan, table: DeviceTable, staging: Staging, sampled: Tensor | None = None) -> DeviceBatch:
@@ -250,31 +251,46 @@ def build_decode(
     sampled: Tensor | None = None,
 ) -> DeviceBatch:  # fmt: skip
     """Make the tensors of a decode step, padded to ``size`` rows, in ``into`` if it is given (runner/graphs.py). On a
-    GPU this is one copy and one launch, but where the plan writes into the table.
+    GPU this is one copy and one launch, which with ``into`` is left to the graph, but where the plan writes into the
+    table.
 
     Args: sampled: the tokens [S] int64 of the step before that the plan follows; None: it follows none, or others know.
     """
     table.apply(plan.table_writes, staging)
-    arrays = decode_arrays(plan, size)
-    follows, ids, *rest = staging.upload(arrays, into)
+    arrays = decode_arrays(plan, size, sampled)
+    source, follows, ids, *rest = staging.upload(arrays, into)
     meta = _meta(plan, table, staging, rest, arrays[-2], arrays[-1], num_decode=size)
+    batch = DeviceBatch(
+        input_ids=ids, meta=meta, logits_rows=None, sample_rows=list(range(len(plan.rows))), prompt_rows=[]
+    )
     if staging.device.type == "cuda" and gpu.kernels() is not None:
-        gpu.kernels().enter_rows[(size,)](
-            ids, ids if sampled is None else sampled, 0 if sampled is None else len(sampled), table.slots,
-            table.slots.shape[1], follows, meta.rows, meta.positions, meta.out_slots, num_warps=1, **gpu.EXACT,
-        )  # fmt: skip
+        assert sampled is None or (sampled.dtype == torch.int64 and sampled.is_contiguous())
+        batch.followed = source, follows
         meta.snapshots = table.snapshots
+        if into is None:
+            enter(batch, table)
     else:
         if sampled is not None:
             ids[: len(plan.rows)] = sampled[follows[: len(plan.rows)]].clamp_min(0)
         _append(table, meta)
-    sample_rows = list(range(len(plan.rows)))
-    return DeviceBatch(input_ids=ids, meta=meta, logits_rows=None, sample_rows=sample_rows, prompt_rows=[])
+    return batch
 
 
-def decode_arrays(plan: DecodePlan, size: int) -> list[Array]:
-    """Return what they follow (int32, -1: nothing), input ids, positions, slots (int64), rows, prefix_lens, seq_lens,
-    qo_indptr (int32) of ``plan``, padded to ``size`` with rows that see only the sink's token."""
+def enter(batch: DeviceBatch, table: DeviceTable) -> None:
+    """Launch what enters a decode step's slots into the table, and the tokens that it follows into its input ids, if
+    `build_decode` has left that."""
+    if batch.followed is not None:
+        meta, (source, follows) = batch.meta, batch.followed
+        gpu.kernels().enter_rows[(len(follows),)](
+            batch.input_ids, source, table.slots, table.slots.shape[1], follows, meta.rows, meta.positions,
+            meta.out_slots, num_warps=1, **gpu.EXACT,
+        )  # fmt: skip
+
+
+def decode_arrays(plan: DecodePlan, size: int, sampled: Tensor | None = None) -> list[Array]:
+    """Return the address of ``sampled`` (int64, -1: none), what of it they follow (int32, -1: nothing), input ids,
+    positions, slots (int64), rows, prefix_lens, seq_lens, qo_indptr (int32) of ``plan``, padded to ``size`` with rows
+    that see only the sink's token."""
 
     def filled(values: Array, dtype: type[np.integer[Any]], rest: int = 0) -> Array:
         out = np.full(size, rest, dtype)
@@ -283,6 +299,7 @@ def decode_arrays(plan: DecodePlan, size: int) -> list[Array]:
 
     seq_lens = filled(plan.seq_lens, np.int32, 1)
     return [
+        np.array([-1 if sampled is None else sampled.data_ptr()], np.int64),
         filled(np.empty(0, np.int32) if plan.follows is None else plan.follows, np.int32, -1),
         filled(plan.token_ids, np.int64),
         (seq_lens - 1).astype(np.int64),

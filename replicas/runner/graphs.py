@@ -1,7 +1,8 @@
 """CUDA graphs of decode steps: the launches of a whole forward pass are recorded once and replayed as one.
 
 Owns:      the graphs, one for each of some batch sizes, and one more where any row has an adapter; the memory that they
-           read and write: inputs (one packed copy a step), and logits.
+           read and write: inputs (one packed copy a step), and logits. A graph enters the slots and the tokens that a
+           step follows itself, and shares these among ranks.
 Never:     samples; extends. A step of more rows than the largest size runs without a graph.
 Ranks:     capture the same sizes in the same order, each after all have met: NCCL's communicator was made before, by
            steps without graphs, and what one rank records the others record too. At replay NCCL's kernels meet as
@@ -22,7 +23,7 @@ from torch import Tensor
 
 from replicas.attention.base import AttentionBackend, BatchMeta
 from replicas.layers.tp_group import TpGroup
-from replicas.runner.batch import DeviceBatch, DeviceTable, Staging, build_decode, decode_arrays, places
+from replicas.runner.batch import DeviceBatch, DeviceTable, Staging, build_decode, decode_arrays, enter, places
 from replicas.scheduler.plan import DecodePlan, StepPlan, idle_decode
 
 log = logging.getLogger(__name__)
@@ -41,6 +42,10 @@ class GraphAttention(AttentionBackend, Protocol):
 
     def begin_graph(self, batch: BatchMeta) -> None:
         """Prepare for a decode step that is captured or replayed: everything kernels read keeps its address."""
+        ...
+
+    def begin_captured(self, batch: BatchMeta) -> None:
+        """Launch what the step's layers need beside; a graph holds it."""
         ...
 
 
@@ -70,14 +75,20 @@ class DecodeGraphs:
             begin[adapted](size)
             batch = self.fill(idle_decode(size))
             stream.wait_stream(torch.cuda.current_stream())
+
+            def run(batch: DeviceBatch = batch) -> Tensor:
+                enter(batch, self._table)
+                tp.broadcast(batch.input_ids)
+                return forward(batch)
+
             with torch.cuda.stream(stream):
                 for _ in range(WARM_UP_RUNS):
-                    forward(batch)
+                    run()
             torch.cuda.current_stream().wait_stream(stream)
             tp.barrier()  # no rank records while another's collective waits for it
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
-                self._logits[:size].copy_(forward(batch)[:, : self._logits.shape[1]])
+                self._logits[:size].copy_(run()[:, : self._logits.shape[1]])
             self._graphs[size, adapted] = graph
         capture_s = time.monotonic() - started_s
         log.info("CUDA graphs: %d for sizes up to %d in %.1f s", len(self._graphs), self.sizes[-1], capture_s)
@@ -88,7 +99,7 @@ class DecodeGraphs:
 
     def fill(self, plan: DecodePlan, sampled: Tensor | None = None) -> DeviceBatch:
         """Write ``plan`` into the graphs' inputs, padded to one of their sizes, and begin it. ``sampled``: as of
-        `build_decode`."""
+        `build_decode`; read in the replay."""
         size = self.size_of(plan)
         assert size is not None, "a plan of more rows than any graph has"
         batch = build_decode(plan, self._table, self._staging, size=size, into=self._inputs, sampled=sampled)

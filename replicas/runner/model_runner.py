@@ -167,7 +167,6 @@ class ModelRunner:
             self.adapters.begin_idle()
         if self._graphs is not None and graph_rows is not None and isinstance(plan, DecodePlan):
             batch = self._graphs.fill(plan, self._followed(plan))
-            self._share_followed(plan, batch)
             return self._graphs.replay(batch, len(plan.rows), adapted=adapted), batch
         batch = batches.build(plan, self.table, self._staging, self._followed(plan))
         self._share_followed(plan, batch)
@@ -459,6 +458,8 @@ class _LateAttention:
     def begin(self, batch: BatchMeta) -> None:
         if batch is not self.begun:
             self.ready.begin(batch)
+        elif isinstance(self.backend, GraphAttention):
+            self.backend.begin_captured(batch)
 
     def forward(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
         return self.ready.forward(layer, q, k, v, sinks)

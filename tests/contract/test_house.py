@@ -63,7 +63,7 @@ MANY: dict[str, str] = {
         *(f"replicas.attention.cpu_pages.{name}" for name in ("read_block", "tokens_at")),
         "replicas.attention.cpu_pairs.multiply_pairs",
         *(f"replicas.attention.triton_kernels.{name}" for name in (
-            "_attend", "decode_parts", "merge_parts", "extend", "turn_and_store", "store")),
+            "_attend", "decode_parts", "merge_parts", "extend", "turn_and_store", "store", "list_pages")),
         "replicas.kernels.adapters.low_rank.multiply_narrow",
         *(f"replicas.kernels.adapters.triton_low_rank.{name}" for name in ("shrink", "expand")),
         *(f"replicas.kernels.experts.triton_grouped.{name}" for name in (
@@ -77,7 +77,7 @@ MANY: dict[str, str] = {
         "replicas.kernels.register_tiles.tile",
         *(f"replicas.kernels.tiles.{name}" for name in (
             "outer", "_outer_wide", "_outer_narrow", "outer_fetch", "dot", "_dot_wide")),
-        *(f"replicas.kernels.triton_rows.{name}" for name in ("draw", "enter_rows")),
+        "replicas.kernels.triton_rows.draw",
         "replicas.kernels.triton_rows._cut",
     ),
     KERNEL,

@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from replicas.attention.base import AttentionBackend, BatchMeta
 from replicas.attention.torch_native import PLAIN, TorchNativeAttention
@@ -51,18 +50,3 @@ def error(backend: AttentionBackend, step: Step, *, kind: AttentionKind = PLAIN)
     """Largest difference from the oracle."""
     got = run(backend, step, kind=kind)
     return float((got.float() - oracle(step, kind=kind)).abs().max())
-
-
-class Launches(TorchDispatchMode):
-    """Counts PyTorch's operations that launch something on a GPU."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        returns = func._schema.returns
-        view = any(each.alias_info is not None and not each.alias_info.is_write for each in returns)
-        if not view and not func.__name__.startswith(("empty", "new_empty", "_unsafe_view", "detach")):
-            self.names.append(func.__name__)
-        return func(*args, **(kwargs or {}))

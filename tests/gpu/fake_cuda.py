@@ -32,7 +32,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils._device import _device_constructors
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
 from replicas.layers import tp_group
@@ -70,6 +70,21 @@ class OnCuda(Tensor):
 def plain(x: Any) -> Any:
     """``x`` as the tensor of the CPU that it is."""
     return x.as_subclass(Tensor) if isinstance(x, OnCuda) else x
+
+
+class Launches(TorchDispatchMode):
+    """Counts PyTorch's operations that launch something on a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        returns = func._schema.returns
+        view = any(each.alias_info is not None and not each.alias_info.is_write for each in returns)
+        if not view and not func.__name__.startswith(("empty", "new_empty", "_unsafe_view", "detach")):
+            self.names.append(func.__name__)
+        return func(*args, **(kwargs or {}))
 
 
 class Stream:
@@ -174,9 +189,13 @@ class Graph:
 
     @torch.inference_mode()
     def replay(self) -> None:
+        noted, FAKE.noted = FAKE.noted, None
         with FAKE.writing():
             for operation in self.operations:
                 operation()
+        if noted is not None:
+            noted.append([])
+            FAKE.noted = noted
 
 
 class FakeCuda:
@@ -189,6 +208,7 @@ class FakeCuda:
         self.waits: list[str] = []  # operations that the host waited for
         self.copied_on: list[Stream] = []  # the stream of each copy to the host
         self.fenced: list[Stream] = []  # the stream of each event that the host waited for
+        self.noted: list[list[str]] | None = None  # operations of the device, a list more for each replay
         self.copies: list[Copy] = []  # the asynchronous ones that the host has not waited for
         self.num_copies = 0  # and those that it has; writes in watched memory count too
         self.watched: Tensor | None = None
@@ -223,6 +243,13 @@ class FakeCuda:
     def watch(self, x: Tensor) -> None:
         """Let kernels be late in the memory of ``x``."""
         self.watched = plain(x).view(-1).view(torch.uint8)
+
+    @contextlib.contextmanager
+    def noting(self) -> Iterator[list[list[str]]]:
+        """Note copies, launches and operations that the host asks the device for: before and between replays."""
+        self.noted = noted = [[]]
+        yield noted
+        self.noted = None
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:
@@ -283,22 +310,27 @@ class FakeCuda:
             return x.as_subclass(OnCuda) if isinstance(x, Tensor) else x
 
         args, kwargs = tree_map(unwrap, args), tree_map(unwrap, kwargs)
-        with self.writing():
+        with self.writing(), Launches() if self.noted is not None else contextlib.nullcontext() as launched:
             made = func(*args, **kwargs)
+        if self.noted is not None and launched is not None:
+            self.noted[-1] += launched.names
         if self.capturing is not None:
             self.capturing.operations.append(lambda: _again(func, args, kwargs, made))
         return tree_map(wrap, made)
 
-    def kernel(self, run: Callable[[], None]) -> None:
+    def kernel(self, run: Callable[[], None], name: str = "kernel") -> None:
         """``run`` as one kernel: a graph that captures it replays it whole, with what its numbers on the host are then.
         """
         self.go_on(self.streams[-1])
         graph, self.capturing = self.capturing, None
+        noted, self.noted = self.noted, None
         try:
             with self.writing():
                 run()
         finally:
-            self.capturing = graph
+            self.capturing, self.noted = graph, noted
+        if noted is not None:
+            noted[-1].append(name)
         if graph is not None:
             graph.operations.append(run)
 
@@ -338,6 +370,8 @@ class FakeCuda:
         """Between ``on_host`` and the device."""
         if self.capturing is not None:
             raise RuntimeError("a copy between host and device: operation not permitted when stream is capturing")
+        if self.noted is not None:
+            self.noted[-1].append("copy")
         if to_host:
             self.copied_on.append(self.streams[-1])
         if not non_blocking:
@@ -483,7 +517,7 @@ class Kernel:
             FAKE.kernels += 1
             FAKE.programs.add((self._kernel.fn.__name__, str(_specialised(self._kernel)(*plains, **options)[1:])))
             with _disable_current_modes():  # what the interpreter does is no launch
-                FAKE.kernel(lambda: self._kernel[grid](*plains, **options))
+                FAKE.kernel(lambda: self._kernel[grid](*plains, **options), self._kernel.fn.__name__)
 
         return launch
 

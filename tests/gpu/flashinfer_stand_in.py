@@ -23,6 +23,7 @@ BACKENDS = ("auto", "fa2", "fa3")
 
 class _Wrapper:
     name = ""
+    held: tuple[Tensor, ...] | None = None
 
     def __init__(self, workspace: Tensor, kv_layout: str, **options: Any) -> None:
         CALLS.append((self.name, "__init__", (workspace, kv_layout), options))
@@ -79,9 +80,11 @@ class _Wrapper:
         assert (out.shape, out.dtype) == (q.shape, q.dtype)
 
         def compute() -> None:
-            for b in range(len(self.last)):
-                pages = self.indices[int(self.indptr[b]) : int(self.indptr[b + 1])].long()
-                length = (len(pages) - 1) * page_size + int(self.last[b])
+            lists = self.held or (self.indptr, self.indices, self.last)
+            indptr, indices, last = (fake_cuda.plain(x) for x in lists)
+            for b in range(len(last)):
+                pages = indices[int(indptr[b]) : int(indptr[b + 1])].long()
+                length = (len(pages) - 1) * page_size + int(last[b])
                 read = (x.float()[pages].transpose(1, 2).flatten(0, 1)[:length] for x in kv)
                 k, v = (x * scale for x, scale in zip(read, scales, strict=True))  # [n, K, D]
                 span = slice(int(self.bounds[b]), int(self.bounds[b + 1]))
@@ -94,17 +97,39 @@ class _Wrapper:
 class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
     name = "BatchDecodeWithPagedKVCacheWrapper"
     causal = False
+    compiled = False
 
     def plan(self, indptr: Tensor, indices: Tensor, last: Tensor, *shape: int, **options: Any) -> None:
         CALLS.append((self.name, "plan", (indptr, indices, last, *shape), options))
-        if self.options.get("use_cuda_graph"):
-            held = self.options["paged_kv_indices_buffer"]
-            assert len(last) == len(self.options["paged_kv_last_page_len_buffer"])
-            assert len(indices) <= len(held)
-            held[: len(indices)].copy_(indices)
-            indices = held[: len(indices)]
+        self.compiled = True
+        self.plan_on_host(indptr, indices, last, shape, options)
+        if self.held is not None:
+            for buffer, x in zip(self.held, (indptr, indices, last), strict=True):
+                buffer[: len(x)].copy_(x)
+
+    def plan_on_host(self, indptr: Tensor, indices: Tensor, last: Tensor, shape: tuple[int, ...], options: Any) -> None:
+        if self.held is not None:
+            assert len(last) == len(self.held[2]) == len(self.held[0]) - 1
+            assert len(indices) <= len(self.held[1])
         bounds = torch.arange(len(last) + 1, dtype=torch.int32)
         self.planned(bounds, (indptr, indices, last), shape, options)
+
+    @property
+    def held(self) -> tuple[Tensor, ...] | None:
+        """What a captured step reads in place of what it was planned with: indptr, indices, last_page_len."""
+        if not self.options.get("use_cuda_graph"):
+            return None
+        return tuple(self.options[f"paged_kv_{name}_buffer"] for name in ("indptr", "indices", "last_page_len"))
+
+
+def fast_decode_plan(
+    wrapper: BatchDecodeWithPagedKVCacheWrapper, indptr: Tensor, indices: Tensor, last: Tensor, *shape: int,
+    **options: Any,
+) -> None:  # fmt: skip
+    """`plan` of a wrapper that was planned before, which writes no buffer of a graph: its user does."""
+    CALLS.append(("fast_decode_plan", "", (wrapper, indptr, indices, last, *shape), options))
+    assert wrapper.compiled, "`plan` chooses the kernels"
+    wrapper.plan_on_host(indptr, indices, last, shape, options)
 
 
 class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
@@ -137,7 +162,7 @@ def _attend(
 def install(monkeypatch: pytest.MonkeyPatch) -> Any:
     """replicas/attention/flashinfer.py, imported anew over this module, with a small workspace."""
     stand_in = ModuleType("flashinfer")
-    for thing in (BatchDecodeWithPagedKVCacheWrapper, BatchPrefillWithPagedKVCacheWrapper):
+    for thing in (BatchDecodeWithPagedKVCacheWrapper, BatchPrefillWithPagedKVCacheWrapper, fast_decode_plan):
         setattr(stand_in, thing.__name__, thing)
     name = "replicas.attention.flashinfer"
     monkeypatch.setitem(sys.modules, "flashinfer", stand_in)

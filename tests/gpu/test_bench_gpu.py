@@ -1,5 +1,6 @@
 """The GPU benchmark measures every case of its smallest set, on whatever device there is."""
 
+import argparse
 import collections
 import json
 import os
@@ -12,6 +13,7 @@ import torch
 
 from benchmarks.gpu import __main__ as bench
 from tests.gpu import fake_cuda, flashinfer_stand_in
+from tests.gpu.device_steps import DEVICE
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -60,6 +62,16 @@ def test_a_little_of_each_part_of_the_ten_minutes_runs_without_ray_and_nixl(tmp_
     assert {row["name"] for row in parts["speed"]["rows"]} >= {"copy", "served, batch 4, context 16"}
     assert all(each["tests"] for name, each in parts.items() if name not in ("compile", "speed"))
     assert "| ranks | two ranks on one GPU" in run.stdout
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="counted where no GPU is seen")
+def test_between_two_replays_a_device_copies_the_step_and_its_plan_and_samples() -> None:
+    """Inputs and FlashInfer's plan come, tokens go; rows that draw take three launches and their rules more."""
+    rows = {row.name: row for row in bench.operation_rows(argparse.Namespace())}
+    assert {name: row.high for name, row in rows.items()} == {
+        "greedy by flashinfer": 4, "drawn by flashinfer": 8, "greedy by triton": 3, "drawn by triton": 7
+    }  # fmt: skip
+    assert rows["greedy by flashinfer"].note == "greatest, copy, copy, copy"
 
 
 def test_a_steady_step_is_what_lies_between_the_last_begin_and_the_first_end() -> None:

@@ -17,7 +17,8 @@ from replicas.kernels.experts import on_gpu, triton_grouped
 from replicas.layers.moe import MoE, choose
 from replicas.layers.tp_group import TpGroup
 from tests.gpu import fake_cuda
-from tests.gpu.device_steps import DEVICE, Launches
+from tests.gpu.device_steps import DEVICE
+from tests.gpu.fake_cuda import Launches
 from tests.gpu.rigs import engine_config, make_rig
 from tests.gpu.triton_or_skip import triton_paged
 from tests.numerics import tiny

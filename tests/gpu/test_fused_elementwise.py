@@ -16,7 +16,8 @@ from replicas.layers import linear
 from replicas.layers.embedding import Rotation
 from replicas.scheduler.plan import idle_decode
 from tests.gpu import fake_cuda
-from tests.gpu.device_steps import DEVICE, Launches, device_step
+from tests.gpu.device_steps import DEVICE, device_step
+from tests.gpu.fake_cuda import Launches
 from tests.gpu.rigs import engine_config, make_rig
 from tests.gpu.triton_or_skip import triton_paged
 from tests.numerics import tiny

@@ -18,7 +18,7 @@ from replicas.runner.batch import DeviceTable, Staging, build_decode, decode_arr
 from replicas.scheduler.plan import DecodePlan, ExtendPlan, ExtendRow, SampleRow, TableWrite
 from replicas.types import GenerateRequest, SamplingParams
 from tests.gpu import fake_cuda
-from tests.gpu.device_steps import Launches
+from tests.gpu.fake_cuda import Launches
 from tests.gpu.rigs import DEVICES, DRAWING, NUM_NEW, engine_config, make_rig
 from tests.numerics import tiny
 

@@ -29,8 +29,9 @@ from triton.compiler import ASTSource
 from replicas.kernels import gpu
 
 KINDS = [
-    ("*i32", "counts table rows seq_lens tiles qo_indptr prefix_lens choices experts"),
-    ("*i64", "ids out_slots index rules tokens head_ids places penalties records"),
+    ("*i32", "counts table rows seq_lens tiles qo_indptr prefix_lens choices experts follows indptr indices "
+             "last_page_len"),
+    ("*i64", "ids out_slots index rules tokens head_ids places penalties records source positions"),
     ("*fp32", "low part_out part_lse logits peaks scaled head_values made weights bias"),
     ("fp32", "scaling scale cap eps v_scale k_inverse v_inverse"),
     (sys.argv[3], "keys values"), (sys.argv[1], "q out k v sinks cos sin q_norm k_norm x term weight gate_up"),
@@ -92,6 +93,8 @@ def test_every_kernel_compiles_for_a_hopper_gpu(
         (attention, "merge_parts", merge, 4),
         (attention, "store", store, 1),
         (attention, "turn_and_store", turn, 1),
+        (attention, "list_pages", {"PAGE": 16, "BLOCK": triton_paged.LISTED}, 4),
+        (elementwise, "enter_rows", {}, 1, gpu.EXACT),
         (elementwise, "add_rms_norm", {"ADDS": True, "BLOCK": gpu.LARGEST_ROW}, 16),
         (elementwise, "silu_mul", {"BLOCK": gpu.SILU_BLOCK}, 4),
         (elementwise, "greatest", {"BLOCK": device_draw.BLOCK}, device_draw.WARPS, gpu.EXACT),

@@ -19,7 +19,7 @@ def test_no_program_is_new_for_rows_that_draw(
     and the addresses of rows in a matrix of an odd number of columns from those of an even one."""
     if gpu is None:
         pytest.skip("counted by what the fake device is asked for")
-    monkeypatch.setattr(gpu, "kernel", lambda run: None)  # which program it would be is all that counts
+    monkeypatch.setattr(gpu, "kernel", lambda run, name: None)  # which program it would be is all that counts
     monkeypatch.setattr(torch, "empty", torch.zeros)
     logits = torch.randn(16, 300, generator=torch.Generator().manual_seed(2)).to("cuda")
     sampler = Sampler(300, "cuda")

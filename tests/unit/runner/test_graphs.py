@@ -37,8 +37,8 @@ def test_a_batch_takes_the_smallest_size_that_holds_it() -> None:
 def test_padding_rows_read_and_write_the_sink_alone() -> None:
     """Row 0, position 0, slot 0 of page 0, one token each."""
     made = decode_arrays(plan([3, 7], [10, 20], [160, 320]), 4)
-    follows, ids, positions, slots, rows, prefix, seq_lens, bounds = made
-    assert follows.tolist() == [-1] * 4
+    source, follows, ids, positions, slots, rows, prefix, seq_lens, bounds = made
+    assert (source.tolist(), follows.tolist()) == ([-1], [-1] * 4)
     assert ids.tolist() == [103, 107, 0, 0]
     assert positions.tolist() == [9, 19, 0, 0]
     assert slots.tolist() == [160, 320, 0, 0]
@@ -59,6 +59,9 @@ class Began:
 
     def begin_graph(self, batch: BatchMeta) -> None:
         self.metas.append(batch)
+
+    def begin_captured(self, batch: BatchMeta) -> None:
+        raise AssertionError("nothing is captured here")
 
     def forward(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None = None
