@@ -190,6 +190,8 @@ class FakeFleet:
         ttft_s, total_s = sum(stages.values()) - stages["decode_s"], sum(stages.values())
         outcome = "ok" if draw.random() > 0.02 or number < 60 else draw.choice(("error", "cancelled"))
         replica, prefill = draw.choice(last), draw.choice(first) if first else None
+        others = [] if first or number % 5 else [each for each in last if each != replica]
+        fetch = {"from": others[0], "start_s": 0.002, "end_s": 0.1} if others else None
         return {
             "rid": f"req-{number}", "router": ROUTER, "time": self.state["time"] - draw.random(),
             "endpoint": "chat", "outcome": outcome, "replica": replica, "prefill": prefill,
@@ -198,7 +200,7 @@ class FakeFleet:
             "tenant": self.tenants[number % len(self.tenants)] if self.tenants else None,
             "policy": "estimated_ttft", "reason": "lowest_cost" if first else "soonest_first_token", "tries": 1,
             "tries_at": [{"replica": replica, "prefill": prefill, "start_s": 0.002, "end_s": total_s,
-                          "failure": "the engine stopped" if outcome == "error" else None}],
+                          "failure": "the engine stopped" if outcome == "error" else None, "fetch": fetch}],
             "prompt_tokens": prompt, "output_tokens": output, "cached_tokens": cached, "predicted_tokens": cached,
             "best_tokens": cached + 160, "miss": "elsewhere", "ttft_s": ttft_s,
             "itl_s": itl_s, "last_s": total_s, "total_s": total_s,

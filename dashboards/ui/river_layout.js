@@ -30,7 +30,7 @@ export function stagesAt(row, now) {
 
 // What a request looks like: a piece for each replica that it was at, in order. A try with a KV transfer that worked has
 // two: until the prompt was computed, and from there. `why` says how a piece leads to the next: "transfer" or "retry".
-// `moved`: why a request that waited there was given back.
+// `moved`: why a request that waited there was given back. `fetch`: of pages that came to it, and from which replica.
 // `end` of a piece that goes on is Infinity.
 export function piecesOf(row) {
   const { time } = row;
@@ -44,6 +44,7 @@ export function piecesOf(row) {
     const start = index ? each.start_s : 0;
     const end = Math.max(start, each.end_s ?? whole);
     const why = index < tries.length - 1 ? "retry" : null;
+    const first = pieces.length;
     const handed = row.stages && row.ttft_s != null ? row.stages.route_s + row.stages.queue_s + row.stages.prefill_s : null;
     const begins = row.ttft_s != null && row.ttft_s >= start && row.ttft_s <= end; // its first token came in this try
     if (each.prefill && begins && handed > start) {
@@ -53,6 +54,7 @@ export function piecesOf(row) {
       const waits = each.prefill && row.ttft_s == null && (each.failure == null || each.failure.startsWith("PrefillLost"));
       add(waits ? each.prefill : each.replica, start, end, why, each.failure, each.moved);
     }
+    if (each.fetch) pieces[first].fetch = { from: each.fetch.from, start: time + each.fetch.start_s, end: time + each.fetch.end_s };
   });
   return pieces;
 }

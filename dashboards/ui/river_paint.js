@@ -150,12 +150,20 @@ function labelsOf({ prompt_tokens: prompt, output_tokens: output, cached_tokens:
   return cached > 0 ? [`${short}, ${percent(cached / prompt)} cached`, short] : [short];
 }
 
-// KV transfers and retries, from where a piece ends to where the next begins; retries stand out.
+// KV transfers and retries, from where a piece ends to where the next begins; retries stand out. Fetches, from the lane of
+// the replica that had the pages.
 function paintThreads(paint, view, palette, piecesOf) {
-  const { from, scale, places } = view;
+  const { from, scale, places, tops, heights } = view;
   const many = view.pieces.length > 1500; // then straight lines: they cost less
-  const paths = { transfer: new Path2D(), retry: new Path2D(), dots: new Path2D() };
+  const paths = { transfer: new Path2D(), retry: new Path2D(), dots: new Path2D(), fetched: new Path2D() };
   for (const piece of view.pieces) {
+    if (piece.fetch && places.has(piece.fetch.from)) {
+      const [at, [top, high]] = [places.get(piece.fetch.from), rowAt(view, places.get(piece.replica), piece.slot)];
+      const [x, y] = [(piece.fetch.end - from) * scale, top + high / 2];
+      paths.transfer.moveTo((piece.fetch.start - from) * scale, AXIS + tops[at] + heights[at] / 2);
+      paths.transfer.lineTo(x, y);
+      paths.fetched.moveTo(x, y), paths.fetched.arc(x, y, 3, 0, 7);
+    }
     if (piece.why == null) continue;
     const pieces = piecesOf(piece.rid);
     const next = pieces[pieces.indexOf(piece) + 1];
@@ -177,8 +185,10 @@ function paintThreads(paint, view, palette, piecesOf) {
     Object.assign(paint, { strokeStyle: colour, lineWidth: wide });
     paint.stroke(path);
   }
-  paint.fillStyle = palette.ink;
-  paint.fill(paths.dots);
+  for (const [path, colour] of [[paths.dots, palette.ink], [paths.fetched, palette.transfer]]) {
+    paint.fillStyle = colour;
+    paint.fill(path);
+  }
 }
 
 // Where replicas went.

@@ -198,7 +198,17 @@ def _try_at(each: Try, arrived_s: float) -> dict[str, Any]:
         "end_s": None if each.ended_s is None else each.ended_s - arrived_s,
         "failure": each.failure,
         "moved": each.moved,
+        "fetch": _fetch_at(each, arrived_s),
     }
+
+
+def _fetch_at(each: Try, arrived_s: float) -> dict[str, Any] | None:
+    """Show from where and when pages came to a try, if they did; its way to the replica counts as no time."""
+    fetch, report = each.decision.fetch, each.fetch_report
+    if fetch is None or report is None or not report.transferred:
+        return None
+    start_s = max(0.0, each.decision.time_s - arrived_s) + report.grant_s
+    return {"from": fetch.donor_id, "start_s": start_s, "end_s": start_s + report.wait_s}
 
 
 def times_body(record: RouteRecord) -> dict[str, Any]:

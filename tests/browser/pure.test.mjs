@@ -242,6 +242,12 @@ test("a prompt that is handed over is in the prefill lane until it is computed",
   assert.deepEqual(river.piecesOf(waiting).map(({ replica, end }) => [replica, end]), [["p", Infinity]]);
 });
 
+test("pages that a request fetched lead to it from the lane of their replica", () => {
+  const fetch = { from: "b", start_s: 0.2, end_s: 0.6 };
+  const [piece] = river.piecesOf(ended("x", 100, 4, { tries_at: [{ replica: "a", prefill: null, start_s: 0, end_s: 4, failure: null, fetch }] }));
+  assert.deepEqual([piece.replica, piece.fetch], ["a", { from: "b", start: 100.2, end: 100.6 }]);
+});
+
 test("many replicas: those in trouble and those with requests are shown", () => {
   const layout = new river.Layout();
   const many = replicas(...Array.from({ length: 100 }, (_, at) => `r${String(at).padStart(3, "0")}`));

@@ -50,7 +50,8 @@ def test_a_replica_that_is_killed_ends_in_red_and_its_requests_go_on_in_other_la
 ) -> None:
     page.open(f"{served.url}/river/")
     page.until(lambda: len(page.all(".river-lane")) == 3, "three lanes")
-    before = page.js(COLOURED, ["decode", "prefill", "bad"])
+    before = page.js(COLOURED, ["decode", "prefill", "bad", "transfer"])
+    assert before["transfer"] >= 3  # where pages came to that a request fetched
     assert min(before["decode"], before["prefill"]) >= 6  # px, about a bar
     assert before["bad"] < 40
     victim = fleet._open[0]["replica"]

@@ -156,6 +156,9 @@ async def test_the_prefill_replica_takes_the_answer_before_from_the_decode_repli
         ("d0", "p0", True), ("p0", "d0", True),
     ]  # fmt: skip
     last = record.tries[-1]
+    [drawn] = request_row(record, router_id="router")["tries_at"]
+    assert drawn["fetch"]["from"] == "d0"
+    assert drawn["start_s"] <= drawn["fetch"]["start_s"] < drawn["fetch"]["end_s"]
     assert last.decision.fetch is not None
     assert (last.decision.fetch.donor_id, last.decision.fetch.num_tokens) == ("d0", 32)
     body = kv_transfer_body(last)
