@@ -1,15 +1,29 @@
 """One room on the prefill side, in every order of things, and the states of a room (SPEC H02, H08, H15, H19)."""
 
 import itertools
+from dataclasses import replace
 
+import msgspec
 import numpy as np
 import pytest
 
 from kvtransfer.peers.wire import Drained, Fail, Open, ToReceiver
+from kvtransfer.ports.rank_port import PeerRanks, RankInfo, WriteOrder, Written
 from kvtransfer.rooms.sender import KVSender
+from kvtransfer.rooms.sending import SendingRooms
 from kvtransfer.rooms.transfer_service import LEGAL_MOVES, KVPoll, move
-from kvtransfer.types import SendDone, SendDrained, SendFailed, SendOrder, SendReady, TransferEvent
-from tests.kv_pools import page_ids
+from kvtransfer.types import (
+    Prefix,
+    SendDone,
+    SendDrained,
+    SendFailed,
+    SendOrder,
+    SendReady,
+    TransferEvent,
+    TransferSettings,
+    WriteTimes,
+)
+from tests.kv_pools import layout, page_ids
 
 ORDER = SendOrder(room=1, generation=2, rid="r", num_tokens=20, deadline_s=10.0)
 OPEN = Open(room=1, generation=2, num_tokens=20, first_page=1, pages=(8, 9, 6, 7), deadline_s=30.0)
@@ -279,3 +293,42 @@ def test_a_room_goes_up_one_state_or_fails_and_all_else_raises() -> None:
                 move(state, to)
     assert not LEGAL_MOVES[KVPoll.FAILED]
     assert not LEGAL_MOVES[KVPoll.SUCCESS]
+
+
+class Port:
+    """Of a rank whose writes end when the test says so."""
+
+    def __init__(self) -> None:
+        self.posted: list[WriteOrder] = []
+
+    def write(self, order: WriteOrder) -> None:
+        self.posted.append(order)
+
+
+def test_a_donor_copies_for_fetches_in_a_quarter_of_its_time_and_hands_over_meanwhile() -> None:
+    """Each write took 0.1 s to copy: no page of a fetch is copied in the 0.3 s after it."""
+    port, of = Port(), layout()
+    settings = TransferSettings(host="here", token=b"secret", pages_per_write=1)
+    rooms = SendingRooms(of, settings, [port], events=[], send=lambda *_: None)  # type: ignore[list-item]
+    info = RankInfo(rank=0, agent="a", metadata=b"", base_address=0, num_pages=100, device=0)
+    rooms.receiver_up(PeerRanks(incarnation="d", fingerprint=of.fingerprint, tp=1, ranks=(info,)), "")
+    ids = np.arange(12, dtype="<i4").tobytes()
+    fetch = Open(
+        room=1, generation=0, num_tokens=12, first_page=0, pages=(1, 2, 3), deadline_s=9.0,
+        prefix=Prefix(salt="", token_ids=ids),
+    )  # fmt: skip
+    rooms.heard("d", fetch, 0.0)
+    rooms.send(1, 0, page_ids(4, 5, 6), b"meta", 0.0)
+    rooms.post_writes(0.0)
+    assert [write.room for write in port.posted] == [1, 1]
+    for write in list(port.posted):
+        rooms.wrote(0, Written(order_id=write.order_id, num_bytes=1, times=(WriteTimes(post_s=0.1, wire_s=0.1),)), 1.0)
+    assert not rooms.post_writes(1.59)
+    rooms.expect(replace(ORDER, room=2, generation=0, num_tokens=4), 1.0)
+    rooms.heard("d", msgspec.structs.replace(OPEN, room=2, generation=0, num_tokens=4, first_page=0, pages=(7,)), 1.0)
+    rooms.send(2, 0, page_ids(8), b"meta", 1.0)
+    rooms.post_writes(1.59)
+    assert [write.room for write in port.posted[2:]] == [2]
+    rooms.post_writes(1.61)
+    assert [write.room for write in port.posted[3:]] == [1]
+    rooms.check()
