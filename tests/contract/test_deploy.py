@@ -253,6 +253,8 @@ def test_a_gpu_has_a_compiler_its_cache_a_volume_and_transfers_may_lock_memory()
     stage = DOCKERFILE.partition("FROM runtime AS gpu")[2].partition("\nFROM ")[0]
     for needed in ("bin", "nvvm", "targets/x86_64-linux/include"):
         assert f"COPY --from=toolkit /usr/local/cuda-13.0/{needed} $CUDA_HOME/{needed}\n" in stage
+    for linked in ("libcudart*", "stubs/libcuda.so"):  # as flashinfer/jit/cpp_ext.py has it
+        assert f"COPY --from=toolkit /usr/local/cuda-13.0/targets/x86_64-linux/lib/{linked} $CUDA_HOME/targets" in stage
     assert "ARG CUDA=nvidia/cuda:13.0." in DOCKERFILE
     assert "cuda-toolkit-13-0" in (ROOT / "docs/gpu.md").read_text()
     pod = pods("gpu")["worker"]

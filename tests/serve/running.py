@@ -26,6 +26,18 @@ from deployments.places import ROOT
 
 MARK = "MANTA_TEST_MARK"
 START_S = 240.0
+DEPLOY = """
+import sys, time
+import ray, yaml
+from ray import serve
+from ray.serve.context import _get_global_client
+from ray.serve.schema import ServeDeploySchema
+ray.init(namespace="serve", log_to_driver=False)
+_get_global_client().deploy_apps(ServeDeploySchema(**yaml.safe_load(sys.stdin)), _blocking=False)
+while (found := serve.status().applications["manta"]).status == "DEPLOYING":
+    time.sleep(0.2)
+print(found.status.value, found.message)
+"""
 STOP_S = 60.0
 
 
@@ -156,6 +168,24 @@ class Running:
         for pid in left:
             os.kill(pid, signal.SIGKILL)
         return list(left.values())
+
+    def deploy(self, *, surge: bool = False, **changes: Any) -> str:
+        """Do what `serve deploy` does with the file, some settings changed. ``surge``: the successor of a replica
+        starts before that stops. Returns: Serve's state of it at the end, and what Serve says of that."""
+        titles = self.processes()
+        raylet = next(pid for pid, title in titles.items() if title.partition(" ")[0].endswith("raylet/raylet"))
+        environ = dict(line.split("=", 1) for line in Path(f"/proc/{raylet}/environ").read_text().split("\0") if line)
+        address = next(word for word in titles[raylet].split() if word.startswith("--gcs-address="))
+        config = yaml.safe_load(self.config.read_text())
+        config["applications"][0]["args"].update(changes)
+        if surge:
+            config["applications"][0]["deployments"] = [{"name": "ModelReplica", "max_surge_percent": 100}]
+        told = subprocess.run(
+            [sys.executable, "-c", DEPLOY], input=yaml.safe_dump(config), capture_output=True, text=True,
+            timeout=300, env=environ | {"RAY_ADDRESS": address.partition("=")[2]},
+        )  # fmt: skip
+        assert told.returncode == 0, told.stderr
+        return told.stdout.strip()
 
     def processes(self) -> dict[int, str]:
         """Living processes that descend from ours, by id."""

@@ -3,17 +3,13 @@ Ray, which dies at last."""
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from tests.serve.running import HTTP, Running
 
@@ -78,39 +74,6 @@ def test_load_makes_it_go_up_to_three_and_idleness_back_to_one_with_no_failed_re
     assert HTTP.post(f"{app.url}/v1/completions", json={"prompt": "x", "max_tokens": 1}, timeout=60).status_code == 200
 
 
-DEPLOY = """
-import sys, time
-import ray, yaml
-from ray import serve
-from ray.serve.context import _get_global_client
-from ray.serve.schema import ServeDeploySchema
-ray.init(namespace="serve", log_to_driver=False)
-_get_global_client().deploy_apps(ServeDeploySchema(**yaml.safe_load(sys.stdin)), _blocking=False)
-while (found := serve.status().applications["manta"]).status == "DEPLOYING":
-    time.sleep(0.2)
-print(found.status.value, found.message)
-"""
-
-
-def deploy(app: Running, **changes: Any) -> str:
-    """Do what `serve deploy` does with the file, some settings changed. Returns: Serve's state of it at the end, and
-    what Serve says of that."""
-    titles = app.processes()
-    raylet = next(pid for pid, title in titles.items() if title.partition(" ")[0].endswith("raylet/raylet"))
-    environ = dict(line.split("=", 1) for line in Path(f"/proc/{raylet}/environ").read_text().split("\0") if line)
-    address = next(word for word in titles[raylet].split() if word.startswith("--gcs-address="))
-    config = yaml.safe_load(app.config.read_text())
-    config["applications"][0]["args"].update(changes)
-    # one replica: its successor starts before it stops
-    config["applications"][0]["deployments"] = [{"name": "ModelReplica", "max_surge_percent": 100}]
-    told = subprocess.run(
-        [sys.executable, "-c", DEPLOY], input=yaml.safe_dump(config), capture_output=True, text=True,
-        timeout=300, env=environ | {"RAY_ADDRESS": address.partition("=")[2]},
-    )  # fmt: skip
-    assert told.returncode == 0, told.stderr
-    return told.stdout.strip()
-
-
 def under_light_load(app: Running, do: Callable[[], str]) -> tuple[str, list[int]]:
     """Have two clients ask while ``do`` runs. Returns: its result, and the status of each answer."""
     stop, statuses = threading.Event(), list[int]()
@@ -141,13 +104,13 @@ def test_another_mode_is_refused_and_other_numbers_replace_replica_and_router_wi
 ) -> None:
     autoscaling = {"min_replicas": 1, "max_replicas": 1}
     before = app.info()
-    came, statuses = under_light_load(app, lambda: deploy(app, mode="disaggregated"))
+    came, statuses = under_light_load(app, lambda: app.deploy(surge=True, mode="disaggregated"))
     assert came.startswith("DEPLOY_FAILED"), came
     assert "mode = 'disaggregated': the application that serves has another mode" in came
     assert set(statuses) == {200}
     assert replica_pids(app.info()) & replica_pids(before), "what served goes on"
     changed = {"scheduler": {"max_running_requests": 9}, "replicas": {"cpus": 0.5, "autoscaling": autoscaling}}
-    came, more = under_light_load(app, lambda: deploy(app, **changed))
+    came, more = under_light_load(app, lambda: app.deploy(surge=True, **changed))
     assert came == "RUNNING"
     app.until(lambda: app.serves_with(1), UP_S)
     after = app.info()
