@@ -16,6 +16,7 @@ from replicas.config import EngineConfig
 from replicas.engine import ranks as engine_ranks
 from replicas.engine.ranks import Ranks
 from replicas.errors import EngineDead, InvalidConfig
+from replicas.launch import _timed_decode
 from replicas.layers.tp_group import TpGroup
 
 BLOCKED_S = 6.0
@@ -67,12 +68,12 @@ def test_a_follower_that_dies_while_rank_0_is_blocked_in_its_load_is_seen_at_onc
 
 
 def test_and_while_decode_steps_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    ranks = start(monkeypatch, lambda *given: SimpleNamespace(close=lambda: None))
+    blocked = SimpleNamespace(close=lambda: None, max_running=4, launch=lambda plan: time.sleep(BLOCKED_S))
+    ranks = start(monkeypatch, lambda *given: blocked)
     started_s = time.monotonic()
     with pytest.raises(EngineDead, match=r"ValueError: no such file\) while decode steps were timed"):
-        ranks.watched(lambda: time.sleep(BLOCKED_S), "while decode steps were timed")
+        _timed_decode(ranks, time.monotonic)
     assert time.monotonic() - started_s < BLOCKED_S - 2
-    ranks.close()
 
 
 def test_what_both_ranks_find_wrong_is_told_by_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
