@@ -33,7 +33,7 @@ class FakePages:
         self.host = host
         self._device, self._ps = device, page_size
 
-    def backup(self, device_pages: np.ndarray, host_pages: np.ndarray) -> None:
+    def backup(self, device_pages: np.ndarray, host_pages: np.ndarray, *, wait: bool = True) -> None:
         for page, at in zip(device_pages.tolist(), host_pages.tolist(), strict=True):
             slots = slice(page * self._ps, (page + 1) * self._ps)
             both = np.stack([self._device.tokens[slots], self._device.positions[slots]])

@@ -24,9 +24,11 @@ OUTLIER = 4.0  # a load that took so many times the measured rate counts as that
 
 
 class Copier(Protocol):
-    """Copies pages between the device pools and the host memory of all ranks, within the call."""
+    """Copies pages between the device pools and the host memory of all ranks, as if within the call."""
 
-    def backup(self, device_pages: Pages, host_pages: Pages) -> None: ...
+    def backup(self, device_pages: Pages, host_pages: Pages, *, wait: bool = True) -> None:
+        """``wait``: False may return before the bytes are on the host; what reads them there waits."""
+        ...
 
     def load(self, host_pages: Pages, device_pages: Pages) -> npt.NDArray[np.bool_]:
         """Returns: [n] whether the page on the host was as it had been written, on every rank."""
@@ -141,6 +143,7 @@ class TierCounters:
     evicted_pages: int = 0  # from the host
     wrong_pages: int = 0
     write_s: float = 0.0
+    write_s_per_page: float = 0.0  # of the last copies that were waited for; 0 until measured
     load_s: float = 0.0
     saved_s: float = 0.0  # what computing the loaded pages would have taken, less load_s
     slow_loads: int = 0  # prefixes that were computed because that was quicker

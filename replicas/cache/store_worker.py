@@ -32,7 +32,10 @@ CLOSE_S = 5.0  # how long `close` waits for a store that hangs
 class HostBytes(Protocol):
     """The host pages as bytes."""
 
-    view: npt.NDArray[np.uint8]  # [num_pages + 1, page_bytes]
+    @property
+    def view(self) -> npt.NDArray[np.uint8]:
+        """[num_pages + 1, page_bytes]"""
+        ...
 
     def seal(self, page: int) -> None: ...
 

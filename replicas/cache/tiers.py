@@ -85,13 +85,13 @@ class HiRadixCache(RadixCache):
             for node, _ in self._path(token_ids, salt):
                 if not node.on_host and self._write.at_insert(node.hit_count):
                     self._give_host_pages(node)
-            self._copy()
+            self._copy(wait=False)
         return already
 
     def evict(self, num_pages: int) -> Pages:
-        """As `RadixCache.evict`; what of the freed pages was worth it is on the host when this returns."""
+        """As `RadixCache.evict`; what of the freed pages was worth it is on the host, or on its way there."""
         freed = super().evict(num_pages)
-        self._copy()
+        self._copy(wait=False)
         return freed
 
     def reset(self) -> Pages:
@@ -366,8 +366,8 @@ class HiRadixCache(RadixCache):
             self._copies.append((node, node.pages, node.host))
             self.retention.file(node)
 
-    def _copy(self) -> None:
-        """Make the copies that were decided on since the last call."""
+    def _copy(self, *, wait: bool = True) -> None:
+        """Make the copies that were decided on since the last call. ``wait``: for them, as no request does."""
         copies, self._copies = self._copies, []
         if not copies:
             return
@@ -378,7 +378,7 @@ class HiRadixCache(RadixCache):
             device, host = device[::-1][last], host[::-1][last]
         started_s = self._clock()
         try:
-            self.copier.backup(device, host)
+            self.copier.backup(device, host, wait=wait)
         except (MantaError, RuntimeError) as error:  # a rank that is gone ends the engine at the next step
             log.warning("%d pages that leave the device are forgotten: %s", len(host), error)
             for node, _, _ in copies:
@@ -386,7 +386,10 @@ class HiRadixCache(RadixCache):
                     self._drop(node)
             return
         self.counters.written_pages += len(host)
-        self.counters.write_s += self._clock() - started_s
+        taken_s = self._clock() - started_s
+        self.counters.write_s += taken_s
+        if wait:
+            self.counters.write_s_per_page = taken_s / len(host)
         for node, _, _ in copies:
             if node.on_host and node.parent is not None:
                 self.on_copied(node)
@@ -434,9 +437,9 @@ class HiRadixCacheOfStates(HiRadixCache):
     cuts = False
 
     def evict_ends(self, num_pages: int, snapshots: Snapshots) -> tuple[Pages, int]:
-        """As `RadixCache.evict_ends`; what of that was worth it is on the host when this returns."""
+        """As `RadixCache.evict_ends`; what of that was worth it is on the host, or on its way there."""
         freed = super().evict_ends(num_pages, snapshots)
-        self._copy()
+        self._copy(wait=False)
         return freed
 
     def load_snapshot(self, host_page: int, pages: Pages) -> Snapshot | None:

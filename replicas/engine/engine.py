@@ -333,8 +333,7 @@ class Engine:
         tiers = self.kv.store.tiers
         if tiers is None:
             return False
-        written = tiers.counters
-        each_s = written.write_s / written.written_pages if written.written_pages else TIDY_S
+        each_s = tiers.counters.write_s_per_page or TIDY_S
         most = max(1, int(TIDY_S / max(each_s, 1e-9)))
         return tiers.copy_idle(most, to_store=self.kv.store_tier is not None) > 0
 

@@ -255,6 +255,7 @@ class Ranks:
             return None
         if self.runner.pool.device.type == "cuda":
             self.host.pin()
+            self.host.in_background = self.runner.tp.size == 1 and self._port is None
         send = self._channel.send if self._channel is not None else _send_nothing
         return RankedCopier(self.runner.pool, self.host, self.runner.tp, send)
 

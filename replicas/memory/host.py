@@ -6,18 +6,23 @@ Invariant: a page is the parts of all ranks one after the other, each byte for b
            where all ranks have the same bytes (`KvLayout.num_parts` is 1) it is that of rank 0. ``digests`` hold
            XXH3-64 of what `backup` or the tier's owner put there, and `load` gives the device nothing else. Page 0 is
            not used, as in the device pool.
-           On a GPU, copies run on a stream of their own, and each call waits for its copies alone: the pages that are
-           copied out are complete, as those that go to a peer are, so the step under way is not waited for; pages that
-           are copied in may still be written by it, so those copies run behind it.
+           On a GPU, copies run on a stream of their own: the pages that are copied out are complete, as those that go
+           to a peer are, so the step under way is not waited for; pages that are copied in may still be written by it,
+           so those copies run behind it. A call waits for its copies alone; where ``in_background`` is set, it waits
+           for none, the next step on the device does, and a thread takes the digests. Whoever reads or writes the
+           memory meanwhile waits for them (`settle`), as ``view`` and ``digests`` do.
 Thread:    the runner's for `backup` and `load`. Others read and write pages that are theirs (store, peers).
 Source:    SPEC C11; SGLang's HiCache, host pool.
 """
 
+import logging
 import mmap
 import os
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -28,7 +33,11 @@ import xxhash
 from replicas.errors import InvalidConfig
 from replicas.memory.pool import MHATokenToKVPool, populate
 
+log = logging.getLogger(__name__)
+
 COPY_BYTES = 8 << 20  # of a copy at most: the digests of one are taken while the next one runs
+
+NO_DIGEST = 0  # of a page that is being copied, or that could not be: as good as no page has it
 
 PageIds = npt.NDArray[np.int32]  # [n]
 Ok = npt.NDArray[np.bool_]  # [n]
@@ -58,6 +67,14 @@ class HostMemory:
         return self.digest_bytes + (self.num_pages + 1) * self.page_bytes
 
 
+@dataclass(slots=True, eq=False)
+class _Backup:
+    """Copies to the host: (event behind it, first host page, number) of each, and whether their digests are taken."""
+
+    copies: list[tuple[torch.cuda.Event, int, int]] = field(default_factory=list)
+    is_over: threading.Event = field(default_factory=threading.Event)
+
+
 class HostKVCache:
     """The host pages of one replica as one of its ranks sees them: ``view`` [num_pages + 1, page_bytes] uint8, all
     ranks', and ``digests`` [num_pages + 1, tp] uint64."""
@@ -77,15 +94,20 @@ class HostKVCache:
         finally:
             os.close(fd)
         self.memory = memory
+        self.in_background = False  # no other rank has a part, and no peer writes pages of the device
         self._writes = rank < memory.tp
         self._part = part = rank if self._writes else 0
         whole = np.frombuffer(self._map, dtype=np.uint8)
         num_digests = (memory.num_pages + 1) * memory.tp
-        self.digests = whole[: 8 * num_digests].view(np.uint64).reshape(memory.num_pages + 1, memory.tp)
-        self.view = whole[memory.digest_bytes :].reshape(memory.num_pages + 1, memory.page_bytes)
+        self._digests = whole[: 8 * num_digests].view(np.uint64).reshape(memory.num_pages + 1, memory.tp)
+        self._view = whole[memory.digest_bytes :].reshape(memory.num_pages + 1, memory.page_bytes)
         self._stream: torch.cuda.Stream | None = None  # of copies from and to a GPU
+        self._backups: dict[int, _Backup] = {}  # by host page: the last one to it, until it is over
+        self._ending = threading.Lock()  # of a backup, or of its place by the next one to the same page
+        self._loaded: torch.cuda.Event | None = None  # behind the last copies to the device
+        self._thread: ThreadPoolExecutor | None = None
         start = part * memory.rank_page_bytes
-        self._own = self.view[:, start : start + memory.rank_page_bytes]
+        self._own = self._view[:, start : start + memory.rank_page_bytes]
 
     @staticmethod
     def create(num_pages: int, *, rank_page_bytes: int, tp: int) -> "HostKVCache":
@@ -102,13 +124,37 @@ class HostKVCache:
         cache._fd = fd
         return cache
 
+    @property
+    def view(self) -> npt.NDArray[np.uint8]:
+        """The pages, once no copy runs; no `backup` and no `load` may touch those that are written."""
+        self.settle()
+        return self._view
+
+    @property
+    def digests(self) -> npt.NDArray[np.uint64]:
+        """The digests, once no copy runs."""
+        self.settle()
+        return self._digests
+
+    def settle(self) -> None:
+        """Wait for the copies that run, and for their digests. Any thread."""
+        self._await(list(self._backups))
+        if self._loaded is not None:
+            self._loaded.synchronize()
+
+    def _await(self, host_pages: Iterable[int]) -> None:
+        """Wait until nothing is copied to ``host_pages``."""
+        for page in host_pages:
+            if (backup := self._backups.get(page)) is not None:
+                backup.is_over.wait()
+
     def commit(self, most_s: float) -> int:
         """Have the system give the memory now, for at most ``most_s`` seconds, as `MHATokenToKVPool.commit` does."""
-        return populate(self.view.ctypes.data, self.view.nbytes, most_s)
+        return populate(self._view.ctypes.data, self._view.nbytes, most_s)
 
     def pin(self) -> None:
         """Let a GPU reach the memory without a copy in between."""
-        status = _cudart().cudaHostRegister(self.view.ctypes.data, self.view.nbytes, 0)
+        status = _cudart().cudaHostRegister(self._view.ctypes.data, self._view.nbytes, 0)
         if int(status) != 0:
             why = _cudart().cudaGetErrorString(status)
             with suppress(RuntimeError):  # CUDA keeps the error too, and reports it at the next launch of anything
@@ -116,27 +162,66 @@ class HostKVCache:
             raise InvalidConfig(f"cache.host_memory_bytes: the GPU's driver cannot pin the memory: {why}")
         self._is_pinned = True
 
-    def backup(self, pool: MHATokenToKVPool, device_pages: PageIds, host_pages: PageIds) -> None:
+    def backup(
+        self, pool: MHATokenToKVPool, device_pages: PageIds, host_pages: PageIds, *, wait: bool = True
+    ) -> None:
         """Copy this rank's part of ``device_pages`` [n] to ``host_pages`` [n], and take the digests; a rank whose part
-        is another's does nothing."""
+        is another's does nothing. ``wait``: False leaves it to the background, where one may run: pages of which that
+        fails are not intact."""
         if not self._writes:
             return
         if pool.device.type == "cpu":
             source = pool.page_rows()
             for device, host in zip(device_pages.tolist(), host_pages.tolist(), strict=True):
                 self._own[host] = row = source[device]
-                self.digests[host, self._part] = xxhash.xxh3_64_intdigest(row.data)
+                self._digests[host, self._part] = xxhash.xxh3_64_intdigest(row.data)
             return
-        copied = []
-        with torch.cuda.stream(self._copy_stream(pool)):
-            for device, host, num in self._runs(device_pages, host_pages):
-                self._tensor(host, num, pool).copy_(pool.buffer[device : device + num], non_blocking=True)
-                copied.append((torch.cuda.Event(), host, num))  # type: ignore[no-untyped-call]
-                copied[-1][0].record()
-        for event, first, num in copied:
-            event.synchronize()
-            for host in range(first, first + num):
-                self.digests[host, self._part] = xxhash.xxh3_64_intdigest(self._own[host].data)
+        made = _Backup()
+        with self._ending:
+            self._digests[host_pages, self._part] = NO_DIGEST
+            self._backups |= dict.fromkeys(host_pages.tolist(), made)
+        try:
+            with torch.cuda.stream(self._copy_stream(pool)):
+                for device, host, num in self._runs(device_pages, host_pages):
+                    self._tensor(host, num, pool).copy_(pool.buffer[device : device + num], non_blocking=True)
+                    made.copies.append((torch.cuda.Event(), host, num))  # type: ignore[no-untyped-call]
+                    made.copies[-1][0].record()
+        except BaseException:
+            self._end(made, host_pages)
+            raise
+        if wait or not self.in_background:
+            self._finish(made, host_pages)
+            return
+        torch.cuda.current_stream(pool.device).wait_event(made.copies[-1][0])  # the next step may write the pages
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="manta-host-tier")
+        self._thread.submit(self._finish_or_warn, made, host_pages)
+
+    def _finish_or_warn(self, backup: _Backup, host_pages: PageIds) -> None:
+        try:
+            self._finish(backup, host_pages)
+        except RuntimeError as error:
+            log.warning("%d pages that left the device are lost: %s", len(host_pages), error)
+
+    def _finish(self, backup: _Backup, host_pages: PageIds) -> None:
+        """Wait for the copies of ``backup`` to ``host_pages``, and take the digests."""
+        try:
+            for event, first, num in backup.copies:
+                event.synchronize()
+                for host in range(first, first + num):
+                    digest = xxhash.xxh3_64_intdigest(self._own[host].data)
+                    with self._ending:
+                        if self._backups.get(host) is backup:
+                            self._digests[host, self._part] = digest
+        finally:
+            self._end(backup, host_pages)
+
+    def _end(self, backup: _Backup, host_pages: PageIds) -> None:
+        with self._ending:
+            for host in host_pages.tolist():
+                if self._backups.get(host) is backup:
+                    del self._backups[host]
+        backup.is_over.set()
 
     def load(self, pool: MHATokenToKVPool, host_pages: PageIds, device_pages: PageIds) -> Ok:
         """Copy this rank's part of ``host_pages`` [n] to ``device_pages`` [n]. Returns: [n] whether the digest fits;
@@ -149,6 +234,7 @@ class HostKVCache:
                 if ok[at]:
                     rows[device_pages[at]] = self._own[host]
             return ok
+        self._await(host_pages.tolist())
         stream, at = self._copy_stream(pool), 0
         stream.wait_stream(torch.cuda.current_stream(pool.device))
         with torch.cuda.stream(stream):
@@ -160,9 +246,13 @@ class HostKVCache:
                     continue
                 for i in np.flatnonzero(right).tolist():
                     pool.buffer[device + i].copy_(self._tensor(host + i, 1, pool)[0], non_blocking=True)
-            copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._loaded = copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             copied.record()
-        copied.synchronize()  # a thread may write the host's pages next, and the engine's stream read the device's
+        # the engine's stream may read the device's pages next; and who writes the host's waits in `settle`, or here
+        if self.in_background:
+            torch.cuda.current_stream(pool.device).wait_event(copied)
+        else:
+            copied.synchronize()
         return ok
 
     def seal(self, page: int) -> None:
@@ -176,11 +266,15 @@ class HostKVCache:
     def close(self) -> None:
         """Close the memory to those who have not attached yet, and unpin it: the driver remembers a pinned range beyond
         its mapping, and would refuse the next one at these addresses."""
+        if self._thread is not None:
+            self._thread.shutdown()
+        with suppress(RuntimeError):  # of a GPU that has failed
+            self.settle()
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
         if self._is_pinned:
-            _cudart().cudaHostUnregister(self.view.ctypes.data)
+            _cudart().cudaHostUnregister(self._view.ctypes.data)
             self._is_pinned = False
 
     def _digests_of(self, page: int) -> npt.NDArray[np.uint64]:
@@ -190,7 +284,7 @@ class HostKVCache:
 
     def _is_right(self, host_page: int) -> bool:
         """Whether the digest of this rank's part fits."""
-        return bool(xxhash.xxh3_64_intdigest(self._own[host_page].data) == self.digests[host_page, self._part])
+        return bool(xxhash.xxh3_64_intdigest(self._own[host_page].data) == self._digests[host_page, self._part])
 
     def _copy_stream(self, pool: MHATokenToKVPool) -> torch.cuda.Stream:
         if self._stream is None:

@@ -3,7 +3,7 @@
 Owns:      the orders for it that rank 0 gives the others, beside the plans of steps.
 Never:     chooses slots, or runs within a step.
 Invariant: every rank runs the same order; `ReadKv` and `CopyPages` are collectives: a copy is complete on all ranks
-           when it returns.
+           when it returns, unless `HostKVCache` makes it in the background, which only a rank alone does.
 Thread:    the runner's: engine thread on rank 0, the worker's main thread on the others.
 """
 
@@ -83,12 +83,15 @@ def give_back_parts(order: GiveBack, pools: Sequence[MHATokenToKVPool]) -> None:
         give_back_panels()
 
 
-def copy_pages(order: CopyPages, pool: MHATokenToKVPool, host: HostKVCache, tp: TpGroup) -> npt.NDArray[np.bool_]:
-    """Run this rank's part. Returns: [n] whether the page was copied, and intact, on every rank."""
+def copy_pages(
+    order: CopyPages, pool: MHATokenToKVPool, host: HostKVCache, tp: TpGroup, *, wait: bool = True
+) -> npt.NDArray[np.bool_]:
+    """Run this rank's part. ``wait``: as of `HostKVCache.backup`. Returns: [n] whether the page was copied, and intact,
+    on every rank; or is being copied."""
     ok = np.zeros(len(order.host_pages), dtype=np.bool_)
     try:
         if order.to_host:
-            host.backup(pool, order.device_pages, order.host_pages)
+            host.backup(pool, order.device_pages, order.host_pages, wait=wait)
             ok[:] = True
         else:
             ok = host.load(pool, order.host_pages, order.device_pages)
@@ -111,16 +114,16 @@ class RankedCopier:
         self._tp = tp
         self._send = send
 
-    def backup(self, device_pages: Pages, host_pages: Pages) -> None:
-        if not self._run(CopyPages(device_pages, host_pages, to_host=True)).all():
+    def backup(self, device_pages: Pages, host_pages: Pages, *, wait: bool = True) -> None:
+        if not self._run(CopyPages(device_pages, host_pages, to_host=True), wait=wait).all():
             raise Overloaded(f"{len(host_pages)} pages were not copied to the host: the logs of the ranks say why")
 
     def load(self, host_pages: Pages, device_pages: Pages) -> npt.NDArray[np.bool_]:
         return self._run(CopyPages(device_pages, host_pages, to_host=False))
 
-    def _run(self, order: CopyPages) -> npt.NDArray[np.bool_]:
+    def _run(self, order: CopyPages, *, wait: bool = True) -> npt.NDArray[np.bool_]:
         self._send(order)
-        return copy_pages(order, self._pool, self.host, self._tp)
+        return copy_pages(order, self._pool, self.host, self._tp, wait=wait)
 
 
 class CarriedStates:

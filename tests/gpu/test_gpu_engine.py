@@ -22,6 +22,7 @@ from replicas.config import CacheConfig, Hardware, ParallelConfig, SchedulerConf
 from replicas.engine.engine import Engine
 from replicas.engine.loop import EngineLoop
 from replicas.errors import InvalidConfig
+from replicas.kernels import gpu as kernels_on_gpu
 from replicas.runner.batch import PendingTokens
 from replicas.runner.model_runner import ModelRunner
 from replicas.runner.sampler import Sampler
@@ -335,21 +336,43 @@ def test_a_step_that_the_memory_does_not_suffice_for_ends_no_request_that_fits_a
     assert engine.steps.failed.num == len(emptied) // 2
 
 
-@pytest.mark.parametrize("pooling", [None, PoolingParams(method="mean")], ids=["text", "embedding"])
+@pytest.mark.parametrize(
+    ("pooling", "triton"),
+    [(None, True), (PoolingParams(method="mean"), True), (PoolingParams(method="mean"), False)],
+    ids=["text", "embedding", "embedding, sampled on the host"],
+)
 def test_pages_are_copied_to_the_host_when_the_step_that_computes_them_has_run(
-    tmp_path: Path, gpu: fake_cuda.FakeCuda | None, monkeypatch: pytest.MonkeyPatch, pooling: PoolingParams | None
+    tmp_path: Path,
+    gpu: fake_cuda.FakeCuda | None,
+    monkeypatch: pytest.MonkeyPatch,
+    pooling: PoolingParams | None,
+    triton: bool,
 ) -> None:
-    """300 tokens in chunks of 128, each copied at once (``write_through``). A chunk of an embedding samples nothing."""
+    """300 tokens in chunks of 128, each copied at once (``write_through``), for which the engine does not wait. A chunk
+    of an embedding samples nothing."""
+    if not triton:
+        monkeypatch.setattr(kernels_on_gpu, "kernels", lambda: None)
     cache = CacheConfig(page_size=16, max_total_tokens=2048, host_memory_bytes=1 << 22, write_policy="write_through")
     engine = start(model(tmp_path), dtype="float32", cuda_graphs=False, cache=cache)
     copier, pages = engine.kv.store.tiers.copier, list[tuple[np.ndarray, np.ndarray]]()  # type: ignore[union-attr]
     pool, host, backup = copier._pool, copier.host, copier.backup  # type: ignore[attr-defined]
     if gpu is not None:
         gpu.watch(pool.buffer)
-    monkeypatch.setattr(copier, "backup", lambda *given: (pages.append(given), backup(*given)))
+    main, waited, synchronize = threading.current_thread(), list[str](), torch.cuda.Event.synchronize
+
+    def copied(*given: np.ndarray, wait: bool) -> None:
+        pages.append(given)  # type: ignore[arg-type]
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.cuda.Event, "synchronize", lambda event: (
+                waited.append("copy") if threading.current_thread() is main else None, synchronize(event)
+            ))  # fmt: skip
+            backup(*given, wait=wait)
+
+    monkeypatch.setattr(copier, "backup", copied)
     request = ask("a", np.arange(300).tolist(), max_new_tokens=1, pooling=pooling)
     told(engine, [replace(request, token_ids=request.token_ids % 90 + 1, return_logprobs=pooling is not None)])
     assert sum(len(of_host) for _, of_host in pages) == 300 // 16
+    assert not waited
     torch.cuda.synchronize()
     rows = pool.buffer.cpu().view(torch.uint8).numpy().reshape(len(pool.buffer), -1)
     for of_device, of_host in pages:
@@ -401,10 +424,12 @@ def test_a_step_of_full_size_runs_at_the_start_and_its_memory_is_logged(
 def test_a_start_without_room_for_a_step_of_full_size_says_what_to_lower(
     tmp_path: Path, gpu: fake_cuda.FakeCuda | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """With the logits of as many prompt tokens as a step may have."""
     forward = ModelRunner.forward
 
     def small(self: ModelRunner, plan: StepPlan, **how: bool) -> Any:
-        if isinstance(plan, ExtendPlan) and len(plan.rows[0].token_ids) == 128:
+        targets = plan.rows[0].target_ids if isinstance(plan, ExtendPlan) else None
+        if targets is not None and len(targets) == 127:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB")
         return forward(self, plan, **how)
 

@@ -1,5 +1,8 @@
 """Pages between a GPU's pool and the host tier: the same bytes as a CPU's, on a stream that is not the engine's."""
 
+import threading
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -60,6 +63,72 @@ def test_pages_go_to_the_host_and_come_back_byte_for_byte(
     if gpu is not None:
         assert gpu.waits == ["copy"], "of this test"
         assert gpu.streams[0] in gpu.copied_on[0].behind, "the step under way may still write the pages"
+    host.close()
+
+
+def test_in_the_background_the_engines_thread_waits_for_no_copy_and_others_for_theirs(
+    gpu: fake_cuda.FakeCuda | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps may write what was copied out, and read what was copied in; another thread holds the digests up."""
+    pool, host = pool_of(1), tier()
+    host.in_background = True
+    before, main, door = bytes_of(pool, PAGES), threading.current_thread(), threading.Event()
+    waits, synchronize = list[threading.Thread](), torch.cuda.Event.synchronize
+
+    def noted(event: Any) -> None:
+        waits.append(threading.current_thread())
+        if waits[-1] is not main:
+            assert door.wait(60)
+        synchronize(event)
+
+    monkeypatch.setattr(torch.cuda.Event, "synchronize", noted)
+    host.backup(pool, PAGES[:3], PLACES[:3], wait=False)
+    host.backup(pool, PAGES[3:], PLACES[3:], wait=False)
+    pool.buffer[PAGES.tolist()] = 7.0
+    assert main not in waits
+    door.set()
+    loaded = PAGES - 1
+    assert host.load(pool, PLACES, loaded).all(), "it waits for the digests"
+    assert main not in waits
+    np.testing.assert_array_equal(host.view[PLACES], before)
+    host.view[PLACES] = 0  # by a store's thread
+    np.testing.assert_array_equal(bytes_of(pool, loaded), before)
+    host.close()
+
+
+def test_a_page_that_is_copied_to_again_keeps_the_digest_of_what_came_last(
+    gpu: fake_cuda.FakeCuda | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the first copy is over; and a copy that fails leaves no page that counts as intact."""
+    pool, host = pool_of(1), tier()
+    host.in_background = True
+    first, last, doors = PAGES[:1], PAGES[1:2], [threading.Event(), threading.Event()]
+    after, synchronize, coming = bytes_of(pool, last), torch.cuda.Event.synchronize, iter(doors)
+
+    def late(event: Any) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            assert next(coming).wait(60)
+        synchronize(event)
+
+    monkeypatch.setattr(torch.cuda.Event, "synchronize", late)
+    host.backup(pool, first, PLACES[:1], wait=False)
+    under_way = host._backups[1]
+    host.backup(pool, last, PLACES[:1], wait=False)
+    doors[0].set()
+    assert under_way.is_over.wait(60)
+    assert (list(host._backups), host._is_right(1)) == ([1], False), "another thread would take it as it is"
+    doors[1].set()
+    np.testing.assert_array_equal(host.view[PLACES[:1]], after)
+    assert host.intact(1)
+    monkeypatch.setattr(torch.cuda.Event, "synchronize", synchronize)
+
+    def broken(*pages: object) -> Any:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(host, "_runs", broken)
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        host.backup(pool, first, PLACES[:1], wait=False)
+    assert not host.intact(1)
     host.close()
 
 

@@ -484,7 +484,7 @@ def test_a_copy_is_made_on_all_ranks_or_on_none() -> None:
 
 def test_pages_that_one_rank_cannot_copy_are_copied_by_none_and_no_rank_waits() -> None:
     class Host:
-        def backup(self, *pages: object) -> None:
+        def backup(self, *pages: object, wait: bool = True) -> None:
             raise RuntimeError("out of memory")
 
         load = backup

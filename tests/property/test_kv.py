@@ -55,7 +55,7 @@ class FakeCopier:
     def slots(self, page: int) -> range:
         return range(page * self.page_size, (page + 1) * self.page_size)
 
-    def backup(self, device_pages: np.ndarray, host_pages: np.ndarray) -> None:
+    def backup(self, device_pages: np.ndarray, host_pages: np.ndarray, *, wait: bool = True) -> None:
         assert len(np.unique(host_pages)) == len(host_pages)
         for device, host in zip(device_pages.tolist(), host_pages.tolist(), strict=True):
             self.host[host] = [self.content[slot] for slot in self.slots(device)]
@@ -475,7 +475,7 @@ def test_an_order_to_the_ranks_that_fails_loses_no_page(
     serve(rig, [1] * 10)
     to_host(rig.kv)
 
-    def fails(*orders: object) -> Any:
+    def fails(*orders: object, **how: object) -> Any:
         raise Overloaded("no memory is left to send the orders")
 
     with monkeypatch.context() as patched:

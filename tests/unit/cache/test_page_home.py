@@ -40,7 +40,7 @@ class Node:
         self.tiers = HiRadixCache(PS, host=tier, clock=self.clock)
         self.home = TieredPageHome(self.tiers, self, LAYOUT, clock=self.clock)
 
-    def backup(self, device_pages: np.ndarray, host_pages: np.ndarray) -> None:
+    def backup(self, device_pages: np.ndarray, host_pages: np.ndarray, *, wait: bool = True) -> None:
         self.view[host_pages] = self.device[device_pages]
         for page in host_pages:
             self.digests[page] = [xxhash.xxh3_64_intdigest(part.data) for part in self.view[page].reshape(TP, -1)]

@@ -33,7 +33,7 @@ class Memory:
         self.loads: list[list[int]] = []  # host pages of each call
         self._clock, self._load_s = clock, load_s
 
-    def backup(self, device_pages: np.ndarray, host_pages: np.ndarray) -> None:
+    def backup(self, device_pages: np.ndarray, host_pages: np.ndarray, *, wait: bool = True) -> None:
         assert 0 not in host_pages
         self.host[host_pages] = self.device[device_pages]
         self.wrong -= set(host_pages.tolist())
