@@ -208,3 +208,21 @@ def test_steps_go_on_while_a_rank_reads_an_adapter_and_no_weight_goes_through_th
     assert (again["model"][0], again["a"][0]) == (plain, adapted)
     assert plain != adapted
     assert max(sent) < Path(ref.path, "adapter_model.safetensors").stat().st_size
+
+
+def test_a_follower_that_stands_still_costs_waiting_alone(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    workers, sent, send = WatchedWorkers(), threading.Event(), PlanChannel.send
+    found = dict[str, tuple[list[int], Finish]]()
+    with closing(two_ranks(folder, workers)) as engine:
+        wanted = ends(engine, {"before": None})["before"][0]
+        monkeypatch.setattr(PlanChannel, "send", lambda *given: (send(*given), sent.set())[0])
+        os.kill(workers.pids[0], signal.SIGSTOP)
+        waits = threading.Thread(target=lambda: found.update(ends(engine, {"meanwhile": None})))
+        waits.start()
+        try:
+            assert sent.wait(60)
+            assert (workers.dead(), found) == (None, {})
+        finally:
+            os.kill(workers.pids[0], signal.SIGCONT)
+            waits.join(60)
+    assert (found["meanwhile"][0], found["meanwhile"][1].reason) == (wanted, FinishReason.LENGTH)
