@@ -5,7 +5,7 @@ Never:     waits for a store or a peer (cache/store_tier.py): what those bring c
 Invariant: host pages: free + in the tree + taken == capacity; a page that somebody reads (`pin`) is not given to
            another before `unpin`, though its node may be gone. What is loaded has been verified: a page with a wrong
            digest leaves the tree with all that is below it.
-Thread:    scheduler thread only; the copies are made within its calls.
+Thread:    scheduler thread only; the copies are made, or begun, within its calls.
 Source:    SGLang HiRadixCache (SPEC G01-G03, G06).
 
 The pages of a node are
