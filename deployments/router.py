@@ -100,7 +100,7 @@ class RouterIngress:
             report_period_s=config.router.report_period_s,
             hang_timeout_s=config.router.hang_timeout_s,
             role_of=leases.role_of,
-            moves=CacheMigration(
+            migration=CacheMigration(
                 leases,
                 fill_s=config.replicas.fill_s,
                 push_s=config.replicas.push_share * config.replicas.drain_timeout_s,

@@ -47,10 +47,10 @@ class Migration:
     wait_s: float  # until its prompt would begin where it is
 
 
-def moves(router: Router, waiting: Iterable[Waiting], now_s: float) -> Iterator[Migration]:
+def migrations(router: Router, waiting: Iterable[Waiting], now_s: float) -> Iterator[Migration]:
     """Yield what should move now, the oldest first."""
     looked_at = sorted(waiting, key=lambda each: each.arrived_s)[:MOST_LOOKED_AT]
-    if not looked_at or not router.moves or router.spread_s <= MOVE_GAIN_S:
+    if not looked_at or not router.migrates or router.spread_s <= MOVE_GAIN_S:
         return
     begins_s: dict[tuple[str, str], float] = {}  # of each session and key: when the last of its older ones begins
     for each in looked_at:

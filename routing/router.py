@@ -174,7 +174,7 @@ class Router:
         return all(self._fleet.load.is_open(leg.number) for leg in legs(decision))
 
     @property
-    def moves(self) -> bool:
+    def migrates(self) -> bool:
         """Whether requests that wait may move: other policies than `estimated_ttft` do not say that it gains."""
         return self.policy == "estimated_ttft" or self._fleet.apart
 

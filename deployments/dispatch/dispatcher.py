@@ -36,7 +36,7 @@ from kvtransfer.pages import PageKey
 from kvtransfer.types import PeerAddress
 from replicas.errors import Fault, MantaError, Overloaded, StepFailed
 from replicas.types import GenerateRequest, TokenDelta
-from routing.migration import LOOK_S, Waiting, moves
+from routing.migration import LOOK_S, Waiting, migrations
 from routing.router import Router
 from routing.types import Decision, Ending, NoReplica, RouteOutcome, RouteQuery
 
@@ -270,7 +270,7 @@ class Dispatcher:
         waiting = {of: attempt for attempt, of in self._running.items() if attempt.may_wait}
         for of, attempt in waiting.items():
             of.is_asked = attempt.move is not None
-        for move in moves(self._router, waiting, self._clock()):
+        for move in migrations(self._router, waiting, self._clock()):
             waiting[move.waiting].ask_back(move)
 
     def explain_only(self, query: RouteQuery) -> Decision:

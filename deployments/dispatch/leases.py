@@ -73,7 +73,7 @@ class ReplicaInfo:
     transfer: PeerAddress | None = None  # where its transfer service listens; None: it has none
     fetches: bool = False  # it sends cached pages to other replicas, and takes theirs
     metrics: str | None = None  # host:port that serves its metrics; None where they are off
-    moves: MigrationAddress | None = None  # where others push cached pages to; None without a host tier
+    migration: MigrationAddress | None = None  # where others push cached pages to; None without a host tier
     weights: str = ""  # of a quantised checkpoint: how it is stored, and how its weights are served
     host_bytes: int = 0  # of the host tier
     filled_in: Mapping[str, dict[str, Any]] = field(default_factory=dict)  # settings that were left open: value, why

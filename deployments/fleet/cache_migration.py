@@ -66,16 +66,16 @@ class CacheMigration:
 
     def may_fill(self, new: ReplicaInfo) -> bool:
         """Whether `fill` could have anything pushed to ``new``."""
-        return bool(self._fill_s) and new.moves is not None
+        return bool(self._fill_s) and new.migration is not None
 
     async def fill(self, new: ReplicaInfo, others: Sequence[ReplicaInfo], load: Mapping[str, ReplicaView]) -> None:
         """Have the least busy of ``others`` push to ``new``, if it has computed nothing yet; for at most ``fill_s``."""
-        holders = {info.moves: info.replica_id for info in others}
+        holders = {info.migration: info.replica_id for info in others}
         wanted = [holders[address] for address in _addresses(new, others, load)[:MOST_HOLDERS]]
-        if not wanted or not self.may_fill(new) or new.moves is None:
+        if not wanted or not self.may_fill(new) or new.migration is None:
             return
         most_bytes = int(FILL_SHARE * new.host_bytes / len(wanted))
-        order = PushCache(targets=(new.moves,), most_s=self._fill_s, most_bytes=most_bytes, share=1.0)
+        order = PushCache(targets=(new.migration,), most_s=self._fill_s, most_bytes=most_bytes, share=1.0)
         try:
             async with asyncio.timeout(self._fill_s):
                 stats = (await self._leases.call(new.replica_id, ReplicaCalls.report)).stats
@@ -113,5 +113,7 @@ def _addresses(
         view = load.get(other.replica_id)
         return (0, 0, "") if view is None else (view.queued_uncached_tokens, view.num_running, other.replica_id)
 
+    if info.migration is None:
+        return []
     able = (each for each in others if each.role is info.role and each.replica_id != info.replica_id)
-    return [each.moves for each in sorted(able, key=busy) if each.moves is not None and info.moves is not None]
+    return [each.migration for each in sorted(able, key=busy) if each.migration is not None]

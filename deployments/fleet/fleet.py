@@ -204,10 +204,10 @@ class Fleet:
         hang_timeout_s: float = 4.0,
         clock: Callable[[], float] = time.monotonic,
         role_of: Callable[[str], Role] = lambda replica_id: Role.UNIFIED,
-        moves: CacheMigration | None = None,
+        migration: CacheMigration | None = None,
         killer: HangKiller | None = None,
     ) -> None:
-        """``role_of``: returns the role of a member that has not attached yet. ``moves``: of cached pages, when
+        """``role_of``: returns the role of a member that has not attached yet. ``migration``: of cached pages, when
         replicas come and go. ``killer``: of those that hang for good; None: they are left to Serve."""
         self._router = router
         self._role_of = role_of
@@ -227,7 +227,7 @@ class Fleet:
         self._watch: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()
         self.sync = CacheSync(router, leases)
-        self._moves = moves or CacheMigration(leases, fill_s=0.0, push_s=0.0, drain_s=0.0)
+        self._migration = migration or CacheMigration(leases, fill_s=0.0, push_s=0.0, drain_s=0.0)
 
     def start(
         self,
@@ -239,7 +239,7 @@ class Fleet:
         """Attach members to the channel at ``address`` from now on; ``leave`` fails the streams of one that hangs, and
         ``send`` asks one over the channel."""
         self._address, self._leave = address, leave
-        self._moves.start(send)
+        self._migration.start(send)
         self._watch = asyncio.create_task(self._look_forever())
         self.set_members(self._members)
 
@@ -247,11 +247,11 @@ class Fleet:
         """Set the running replicas."""
         self._members = frozenset(members)
         self._words.keep(self._members)
-        if self._moves.leaving:
-            self._moves.back(self._members)
+        if self._migration.leaving:
+            self._migration.back(self._members)
         gone = [info for each, info in self._infos.items() if each not in self._members]
         if gone:
-            self._moves.left(gone, [each for each in self.infos if each not in gone], self._loads())
+            self._migration.left(gone, [each for each in self.infos if each not in gone], self._loads())
         for replica_id in set(self._infos) | set(self._attaching):
             if replica_id not in self._members:
                 self._forget(replica_id)
@@ -443,7 +443,7 @@ class Fleet:
         return good
 
     async def stop(self) -> None:
-        self._moves.stop()
+        self._migration.stop()
         if self._killer is not None:
             self._killer.stop()
         self._address = None  # connections that end from now on are not made anew
@@ -461,7 +461,7 @@ class Fleet:
         assert not self._infos.keys() & self._attaching.keys()
         assert self.sync.asking <= self._infos.keys()
         self.sync.check()
-        self._moves.check()
+        self._migration.check()
 
     def _loads(self) -> dict[str, ReplicaView]:
         return {view.replica_id: view for view in self._router.views}
@@ -476,8 +476,8 @@ class Fleet:
             except Exception:
                 log.exception("attaching replica %s failed; trying again", replica_id)
             await asyncio.sleep(ATTACH_AGAIN_S)
-        if self._moves.may_fill(info):
-            await self._moves.fill(info, self.infos, self._loads())
+        if self._migration.may_fill(info):
+            await self._migration.fill(info, self.infos, self._loads())
         del self._attaching[replica_id]
         self._attached(info)
         log.info("replica %s attached: pool of %s", replica_id, info.pool)

@@ -13,7 +13,7 @@ import math
 import os
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from fastapi import APIRouter, Depends, Request
@@ -248,7 +248,7 @@ def load_of(stats: EngineStats) -> int:
 def _state_body(info: ReplicaInfo, report: ReplicaReport) -> dict[str, Any]:
     pool = report.stats.pool
     return {
-        "replica": dataclasses.asdict(dataclasses.replace(info, moves=None, model_path=shown_path(info.model_path))),
+        "replica": dataclasses.asdict(replace(info, migration=None, model_path=shown_path(info.model_path))),
         "healthy": report.error is None,
         "error": report.error,
         "num_open": report.num_open,

@@ -300,7 +300,7 @@ def header_part(record: RouteRecord) -> str:
         "policy": decision.policy,
         "reason": decision.reason.value,
         "tries": record.num_tries,
-        "moves": record.num_migrations or None,
+        "migrations": record.num_migrations or None,
         "uncached": None if last.miss is None else last.miss.told,
         **_pair_fields(last),
     }

@@ -133,7 +133,7 @@ def _route(record: RouteRecord, last: Try) -> Attributes:
         "manta.route.predicted_tokens": decision.overlap_tokens,
         "manta.route.best_tokens": decision.best_overlap[1],
         "manta.route.tries": record.num_tries,
-        "manta.route.moves": record.num_migrations,
+        "manta.route.migrations": record.num_migrations,
     }
 
 

@@ -506,7 +506,7 @@ def told_of(
         "finish": ",".join(timeline.finish_reasons) or None,
         "outcome": outcome,
         "tries": 0 if record is None else record.num_tries,
-        "moves": (record and record.num_migrations) or None,
+        "migrations": (record and record.num_migrations) or None,
         "stream": request.recall[:16] or None,  # that can go on at another router: all that has run of it has this
         "restored": num_restored,
     }

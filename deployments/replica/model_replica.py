@@ -76,7 +76,7 @@ class ModelReplica(ServedEngine):
             undo.callback(loop.stop)
             self._fetch = config.transfer.fetch == "auto"
             home = engine.executor.page_home
-            moves = None if home is None else ReplicaMigrations(loop, home, host=host)
+            migrations = None if home is None else ReplicaMigrations(loop, home, host=host)
             self._metrics = _metrics(config, loop, port, role=Role(role), replica_id=replica_id, node_id=node_id)
             super().__init__(
                 loop,
@@ -85,7 +85,7 @@ class ModelReplica(ServedEngine):
                 report_period_s=config.router.report_period_s,
                 role=Role(role),
                 metrics_address=self._metrics.target.address,
-                moves=moves,
+                migrations=migrations,
                 kv_events=kv_events,
             )
             self._death_watch = None if engine.transfer is None else DeathWatch(engine.transfer)
@@ -126,9 +126,9 @@ class ModelReplica(ServedEngine):
         """Return this replica's load. Serve calls it where the application scales itself."""
         return replica_stats(self.loop.stats())
 
-    def _info(self, moves: MigrationAddress | None) -> ReplicaInfo:
+    def _info(self, migration: MigrationAddress | None) -> ReplicaInfo:
         actor = ray.get_runtime_context().get_actor_name() or ""
-        return replace(super()._info(moves), actor=actor, fetches=self._fetch and may_fetch(self.loop.engine))
+        return replace(super()._info(migration), actor=actor, fetches=self._fetch and may_fetch(self.loop.engine))
 
     async def __del__(self) -> None:
         metrics = getattr(self, "_metrics", None)

@@ -126,10 +126,10 @@ class ServedEngine:
         report_period_s: float = REPORT_PERIOD_S,
         role: Role = Role.UNIFIED,
         metrics_address: str | None = None,
-        moves: ReplicaMigrations | None = None,
+        migrations: ReplicaMigrations | None = None,
         kv_events: KvEvents | None = None,
     ) -> None:
-        """``moves``: of the cached pages, to and from other replicas; it is stopped with the engine, as is
+        """``migrations``: of the cached pages, to and from other replicas; it is stopped with the engine, as is
         ``kv_events``: what else hears of its cache."""
         self.loop = loop
         self._kv_events: SteadyPublisher | None = None
@@ -139,7 +139,7 @@ class ServedEngine:
         self.replica_id = replica_id
         self._role = role
         self._metrics_address = metrics_address  # host:port
-        self._moves = moves
+        self._migrations = migrations
         self._report_period_s = report_period_s
         self._node_id = node_id
         self._clients: dict[str, ChannelClient] = {}  # by router id
@@ -163,7 +163,7 @@ class ServedEngine:
             client.report(encode(self._report(self.loop.stats())))  # a sign of life, over the one in use
         if self._reporter is None:
             self._reporter = asyncio.create_task(self._report_forever())
-        return self._info(None if self._moves is None else await self._moves.address())
+        return self._info(None if self._migrations is None else await self._migrations.address())
 
     async def _connect(self, address: ChannelAddress) -> ChannelClient:
         """Replace the connection by a new one; the old one's requests end. Raises: ReplicaGone."""
@@ -290,7 +290,7 @@ class ServedEngine:
 
     async def push_cache(self, order: PushCache) -> MigrationStats:
         """Push cached pages to other replicas. Returns: what has been pushed since the start."""
-        return MigrationStats() if self._moves is None else await asyncio.shield(self._moves.order(order))
+        return MigrationStats() if self._migrations is None else await asyncio.shield(self._migrations.order(order))
 
     async def abort(self, name: str | None, owner: str | None) -> int:
         """Abort the open requests that clients call ``name`` (None: all). Returns: how many there were.
@@ -337,9 +337,9 @@ class ServedEngine:
 
     async def stop(self) -> None:
         """Stop, but not before a push of cached pages that runs is over."""
-        if self._moves is not None:
-            await self._moves.finish()
-            await self._moves.stop()
+        if self._migrations is not None:
+            await self._migrations.finish()
+            await self._migrations.stop()
         if self._reporter is not None:
             self._reporter.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -363,8 +363,8 @@ class ServedEngine:
         elif isinstance(asked, TakeBack):
             self._take_back(client, asked.rid)
         elif isinstance(asked, PushCache):
-            if self._moves is not None:
-                self._moves.order(asked)
+            if self._migrations is not None:
+                self._migrations.order(asked)
         else:
             self.loop.abort(asked.rid)
             self._forget(asked.rid)  # its lease has failed: none comes
@@ -448,7 +448,7 @@ class ServedEngine:
             draining=self._draining,
         )
 
-    def _info(self, moves: MigrationAddress | None) -> ReplicaInfo:
+    def _info(self, migration: MigrationAddress | None) -> ReplicaInfo:
         engine, config = self.loop.engine, self.loop.engine.config
         parts = engine.kv.store.parts
         capacity = self.loop.stats().pool.total_tokens
@@ -479,7 +479,7 @@ class ServedEngine:
             transfer=engine.transfer_address,
             fetches=may_fetch(engine) and self._role is Role.UNIFIED,
             metrics=self._metrics_address,
-            moves=moves,
+            migration=migration,
             host_bytes=config.cache.host_memory_bytes,
             filled_in=filled_in(engine),
             tiers=_tiers(config.cache),

@@ -110,7 +110,7 @@ class Migrator:
         self._server = await asyncio.start_server(self._came, self._host, 0)
         port = int(self._server.sockets[0].getsockname()[1])
         address = PeerAddress(host=self._host, port=port, incarnation=secrets.token_hex(8))
-        self._hello = PeerHello(address=address, purpose="moves", layout=self._layout, ranks=())
+        self._hello = PeerHello(address=address, purpose="migration", layout=self._layout, ranks=())
         return MigrationAddress(peer=address, token=self._token)
 
     async def stop(self) -> None:

@@ -41,7 +41,7 @@ VERSION = 3  # of the messages and of the meta
 MAX_STRANGER_BYTES = 1024  # of a frame, before the peer has proven that it knows the token
 MAX_FRAME_BYTES = 8 << 20  # an open of 1 M pages
 _LENGTH = struct.Struct(">I")
-Purpose = Literal["rooms", "probe", "moves"]
+Purpose = Literal["rooms", "probe", "migration"]
 RoomId = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Generation = Annotated[int, Meta(ge=0, lt=2**32)]
 Seconds = Annotated[float, Meta(ge=0)]

@@ -19,7 +19,7 @@ PUSH = float(os.environ.get("MANTA_TEST_PUSH", "0.5"))  # 0: what it is like wit
 
 @pytest.fixture(scope="module")
 def app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    folder = tmp_path_factory.mktemp("moves")
+    folder = tmp_path_factory.mktemp("migration")
     (folder / "replicas").write_text("3")
     running = Running(
         folder,

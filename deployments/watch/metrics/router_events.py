@@ -70,7 +70,7 @@ class RouterEvents(RequestWatch):
         for slo in ("ttft", "itl"):
             emitter.gauge("slo_objective_seconds", slo=slo).set(objectives[f"{slo}_objective_s"])
         self._decision_s = histogram("router_decision_duration_seconds")
-        self._moves = {each: counter("requests_moved_total", reason=each) for each in CAUSES}
+        self._migrations = {each: counter("requests_moved_total", reason=each) for each in CAUSES}
         self._retries = {each: counter("router_retries_total", reason=each) for each in RETRIES.values()}
         self._tokens = {
             kind: counter(f"router_{kind}_tokens_total")
@@ -129,7 +129,7 @@ class RouterEvents(RequestWatch):
             self._ttft_error["over" if error_s >= 0 else "under"].observe(abs(error_s))
 
     def moved(self, cause: Cause) -> None:
-        self._moves[cause].inc()
+        self._migrations[cause].inc()
 
     def tried(self, noted: Try) -> None:
         if noted.miss is not None:

@@ -98,7 +98,7 @@ class House:
             leases=self.leases,
             report_period_s=report_period_s,
             clock=clock,
-            moves=CacheMigration(self.leases, fill_s=fill_s, push_s=5.0, drain_s=drain_s),
+            migration=CacheMigration(self.leases, fill_s=fill_s, push_s=5.0, drain_s=drain_s),
         )
         self.channel = ChannelServer(
             self.fleet, lost_error=lambda replica_id: ReplicaGone(f"replica {replica_id} was lost")
@@ -181,7 +181,7 @@ class ScriptedReplica:
         self.requests: list[GenerateRequest] = []
         self.num_aborted = 0
         self.orders: list[PushCache] = []  # to push its cache, by call or over the channel
-        self.moves: MigrationAddress | None = None
+        self.migration: MigrationAddress | None = None
         self.aborts: list[str] = []  # rids of which the router said over the channel that they are to end
         self.hold = asyncio.Event()  # generation waits for it
         self.hold.set()
@@ -204,7 +204,7 @@ class ScriptedReplica:
             on_lost=lambda client: None,
         )
         self._client.report(encode(await self.report()))
-        return dataclasses.replace(info(self.replica_id), moves=self.moves, host_bytes=1 << 30)
+        return dataclasses.replace(info(self.replica_id), migration=self.migration, host_bytes=1 << 30)
 
     def store(self, token_ids: list[int], *, tell: bool = True) -> None:
         """Its cache gets the whole pages of ``token_ids``; ``tell``: False loses the event on its way."""

@@ -17,7 +17,7 @@ from tests.waiting import until_async
 def movable(replica_id: str, *, at: EngineStats | None = None) -> ScriptedReplica:
     replica = ScriptedReplica(replica_id)
     peer = PeerAddress(host="127.0.0.1", port=1, incarnation=replica_id)
-    replica.moves = MigrationAddress(peer=peer, token="secret")
+    replica.migration = MigrationAddress(peer=peer, token="secret")
     replica.stats = at or stats(num_extend_steps=1)
     return replica
 
@@ -70,7 +70,7 @@ async def test_the_last_one_pushes_nowhere() -> None:
         await house.ready(a)
         leave(house, "a")
         house.fleet.check()
-        assert not house.fleet._moves.leaving
+        assert not house.fleet._migration.leaving
 
 
 async def test_a_new_replica_is_filled_before_it_is_used() -> None:

@@ -49,11 +49,11 @@ async def replicas(loops: list[EngineLoop]) -> AsyncIterator[list[ServedEngine]]
         home = loop.engine.executor.page_home
         assert home is not None
         all_migrations.append(ReplicaMigrations(loop, home, host="127.0.0.1"))
-        made.append(ServedEngine(loop, replica_id=f"r{at}", node_id="here", moves=all_migrations[-1]))
+        made.append(ServedEngine(loop, replica_id=f"r{at}", node_id="here", migrations=all_migrations[-1]))
     yield made
-    for moves in all_migrations:
-        moves.check()
-        await moves.stop()
+    for migrations in all_migrations:
+        migrations.check()
+        await migrations.stop()
     for loop in loops:
         await until_async(lambda loop=loop: not loop.num_open, 60.0)  # type: ignore[misc]
         loop.engine.kv.check([])
@@ -82,13 +82,13 @@ async def test_what_a_leaving_replica_has_computed_is_a_host_hit_where_it_went(r
         await house.ready(second)
         house.leases.replicas.pop("r0")
         house.fleet.set_members(house.leases.replicas)  # it drains; its connection lives
-        await until_async(lambda: second._moves.stats.received_tokens >= 1184)  # type: ignore[union-attr]
-        await first._moves.finish()  # type: ignore[union-attr]
+        await until_async(lambda: second._migrations.stats.received_tokens >= 1184)  # type: ignore[union-attr]
+        await first._migrations.finish()  # type: ignore[union-attr]
         after = [await run(house, request(f"b{seed}.0-me", 600, seed=seed)) for seed in range(2)]
     assert [tokens(each) for each in after] == [tokens(each) for each in before]
     usages = [each[-1].usage for each in after]
     assert [(usage.cached_tokens, usage.host_tokens) for usage in usages] == [(592, 592), (592, 592)]
-    assert first._moves.stats.value_kept == 1.0  # type: ignore[union-attr]
+    assert first._migrations.stats.value_kept == 1.0  # type: ignore[union-attr]
 
 
 async def test_a_new_replica_is_filled_before_its_first_request(replicas: list[ServedEngine]) -> None:

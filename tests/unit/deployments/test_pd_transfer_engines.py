@@ -35,8 +35,8 @@ def engines() -> Iterator[Engines]:
 class Fetching(ServedEngine):
     """A replica of transfer.fetch: auto."""
 
-    def _info(self, moves: MigrationAddress | None) -> ReplicaInfo:
-        return replace(super()._info(moves), fetches=may_fetch(self.loop.engine))
+    def _info(self, migration: MigrationAddress | None) -> ReplicaInfo:
+        return replace(super()._info(migration), fetches=may_fetch(self.loop.engine))
 
 
 class Apart:

@@ -93,7 +93,7 @@ async def test_a_request_that_waits_goes_to_a_replica_that_has_joined_which_is_a
     assert [(each["moved"], each["outcome"]) for each in body["tries"]] == [("join", "moved"), (None, "ok")]
     assert "Outcome: it waited there, and moved to begin sooner." in body["explanation"]
     assert (row["tries"], [each["moved"] for each in row["tries_at"]]) == (1, ["join", None])
-    assert "tries=1; moves=1" in header_part(moved)
+    assert "tries=1; migrations=1" in header_part(moved)
     assert moved.timeline.stages is not None
     moved.timeline.check()
 

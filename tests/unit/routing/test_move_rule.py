@@ -7,7 +7,7 @@ from random import Random
 import numpy as np
 import pytest
 
-from routing.migration import ASK_AGAIN_S, Migration, Waiting, moves
+from routing.migration import ASK_AGAIN_S, Migration, Waiting, migrations
 from routing.router import Router
 from routing.types import Ending, ReplicaView, Role, RouteOutcome, RouteQuery
 
@@ -42,7 +42,7 @@ class Fleet:
         return self.waiting[-1]
 
     def look(self, waiting: Sequence[Waiting] | None = None) -> list[Migration]:
-        return list(moves(self.router, self.waiting if waiting is None else waiting, self.now_s))
+        return list(migrations(self.router, self.waiting if waiting is None else waiting, self.now_s))
 
     def give_back(self, move: Migration) -> None:
         """The replica has given the request back, and it goes on."""
