@@ -21,7 +21,7 @@ from replicas.kernels.weight_formats import NUMBER_BYTES, WeightFormat, table_fo
 EXTENSIONS = "manta.extensions"  # the group of entry points
 Device = Literal["cpu", "cuda"]
 DType = Literal["float32", "bfloat16", "float16"]
-Quantization = Literal["none", "int8", "int4"]
+Quantization = Literal["none", "int8", "int4", "fp8"]
 Implementation = Literal["auto", "manta", "transformers"]
 KvDType = Literal["float32", "bfloat16", "float16", "int8", "fp8", "fp8_e5m2"]
 DTYPE_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -196,7 +196,7 @@ class ModelConfig:
     qk_norm: bool  # RMSNorm on each query and key head (Qwen3)
     eos_ids: tuple[int, ...]
     dtype: DType  # of the weights; on a GPU of the activations too, which are fp32 on a CPU
-    # int8: weights and activations of products, a scale for 32 of either; int4: weights alone, Q4_1
+    # int8: weights and activations of products, a scale for 32 of either; int4: weights alone, Q4_1; fp8: on a GPU
     quantization: Quantization = "none"
     stored: StoredAs | None = None  # None: the checkpoint has plain floats
     implementation: Literal["manta", "transformers"] = "manta"  # whose code runs it
@@ -231,15 +231,16 @@ class ModelConfig:
 
     @property
     def weight_format(self) -> WeightFormat:
-        """How the weights of products lie in memory on a CPU."""
-        return {"none": self.dtype, "int8": "int8", "int4": "q4_1"}[self.quantization]
+        """How the weights of products lie in memory on a CPU, or are rounded to on a GPU."""
+        return {"none": self.dtype, "int8": "int8", "int4": "q4_1", "fp8": "fp8"}[self.quantization]
 
     @property
     def weight_number_bytes(self) -> tuple[float, float]:
         """Bytes of a weight of products and of the vocabulary's tables, with its part of a scale."""
         if self.stored is not None and self.stored.products is not None:
             return NUMBER_BYTES[self.stored.products], NUMBER_BYTES[self.stored.tables or self.weight_format]
-        return NUMBER_BYTES[self.weight_format], NUMBER_BYTES[table_format(self.weight_format)]
+        tables = self.dtype if self.quantization == "fp8" else table_format(self.weight_format)
+        return NUMBER_BYTES[self.weight_format], NUMBER_BYTES[tables]
 
     @property
     def expert_number_bytes(self) -> float:

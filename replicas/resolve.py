@@ -271,7 +271,13 @@ def _device_problems(model: ModelConfig, cache: CacheConfig, attention: Attentio
             f"cache.kv_dtype = {cache.kv_dtype!r} with latent attention (MLA): a latent vector of so few bits is every "
             "head's K and V, and no kernel here reads one; leave cache.kv_dtype out, or set bfloat16"
         )
-    if model.quantization != "none" and device != "cpu":
+    if model.quantization == "fp8" and device == "cpu":
+        yield "model.quantization = 'fp8' on cpu: such products are made on a GPU alone; set int8 or int4, or none"
+    elif model.quantization == "fp8" and model.implementation == "transformers":
+        yield f"model.quantization = 'fp8' with {model.architecture}, which Transformers' code runs; leave it out"
+    elif model.quantization == "fp8":
+        pass
+    elif model.quantization != "none" and device != "cpu":
         yield (
             f"model.quantization = {model.quantization!r} on {device}: such products are made on the CPU alone; leave "
             "model.quantization out, or serve without a GPU (replicas.gpus: 0)"
@@ -338,7 +344,7 @@ def _rank_problems(model: ModelConfig, tp: int) -> Iterator[str]:
     def served(ranks: int) -> bool:
         return not any(cut_by(inputs, ranks) for inputs in shared)
 
-    if model.quantization != "none" and not served(tp):
+    if model.quantization in ("int8", "int4") and not served(tp):
         yield (
             f"parallel.tp = {tp} with model.quantization = {model.quantization!r}: {shared[0] // tp} inputs of the "
             f"product after attention and {_listed(size // tp for size in shared[1:])} of the MLP's last on each rank "

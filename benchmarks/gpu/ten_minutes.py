@@ -45,6 +45,7 @@ LINES = "MANTA_TEST_LINES"  # the file for the outcomes of tests, in the environ
 PLUGIN = "benchmarks.gpu.ten_minutes"  # this file, whatever its name is when it is run
 UNFIT = 77  # exit status of a process that finds here nothing to do, and says why
 ENGINE, FIRST = "tests/gpu/test_gpu_engine.py", "tests/gpu/test_first_runs.py"
+FP8 = "tests/gpu/test_fp8_weights.py"
 CHANGED = (ENGINE, "tests/gpu/test_fences.py", "tests/gpu/test_host_tier.py", "tests/gpu/test_adapters_on_gpu.py")
 ALONE = ("tests/gpu/test_runner_memory.py", "tests/gpu/test_bench_gpu.py")  # they measure what others would take
 REST = ("tests/gpu", "tests/unit/runner/test_device_draw.py", "tests/unit/runner/test_token_counts.py")
@@ -134,6 +135,10 @@ PARTS = (
         small=(Run(tests=(FIRST,), only="mla"),),
     ),
     Part(
+        name="fp8", proves="weights in e4m3, stored and rounded: PyTorch's product, Triton's, experts, adapters",
+        share_s=30, runs=(Run(tests=(FP8,), together=True),), small=(Run(tests=(FP8,), only="pytorch or refused"),),
+    ),
+    Part(
         name="ranks", proves="two ranks on one GPU: plans, followers, collectives through the host", share_s=40,
         runs=(Run(tests=(FIRST,), only="two_ranks"),),
         small=(Run(tests=(FIRST,), only="two_ranks"),),
@@ -144,7 +149,7 @@ PARTS = (
         small=(Run(tests=(FIRST,), only="flashinfers_mla"),),
     ),
     Part(
-        name="speed", proves="decode in steady state and prefill, FlashInfer and Triton in one process", share_s=160,
+        name="speed", proves="decode in steady state and prefill, FlashInfer and Triton in one process", share_s=150,
         runs=(
             steps("steps", "--shape", "llama-8b", "--attention", "flashinfer", "--attention", "triton", "--what",
                   "served", "--what", "prefill"),
@@ -152,7 +157,7 @@ PARTS = (
         small=(steps("steps", "--quick", "--what", "served", "--batch", "4"),),
     ),
     Part(
-        name="rest", proves="every other test of a GPU", share_s=130,
+        name="rest", proves="every other test of a GPU", share_s=110,
         runs=(Run(tests=REST, together=True), Run(tests=ALONE)),
         small=(Run(tests=("tests/gpu/test_warm_up.py",)),),
     ),

@@ -247,7 +247,8 @@ def _computes(replica: Mapping[str, Any], config: AppConfig) -> str:
     device = "a GPU" if config_of(config, role).replicas.gpus else "the CPU"
     ranks = f", {replica['tp']} ranks" if replica["tp"] > 1 else ""
     threads = f", {replica['num_threads']} threads" if device == "the CPU" and replica["num_threads"] > 1 else ""
-    products = {"none": "", "int8": ", int8 products", "int4": " with 4-bit weights"}[config.model.quantization]
+    kinds = {"none": "", "int8": ", int8 products", "int4": " with 4-bit weights", "fp8": " with fp8 weights"}
+    products = kinds[config.model.quantization]
     why = f" ({replica['attention_why']})" if replica.get("attention_why") else ""
     dtype = replica["dtype"]
     if device == "the CPU" and dtype != "float32":

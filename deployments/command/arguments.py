@@ -76,7 +76,7 @@ FLAGS = (
     Flag("--served-model-name", "model.served_name", "NAME", "name that requests use", str),
     Flag("--revision", "model.revision", "COMMIT", "commit, branch or tag of a hub id", str),
     Flag("--dtype", "model.dtype", "TYPE", "float32, bfloat16 or float16"),
-    Flag("--quantization", "model.quantization", "KIND", "int8 or int4, on a CPU"),
+    Flag("--quantization", "model.quantization", "KIND", "int8 or int4 on a CPU, fp8 on a GPU"),
     Flag("--ctx", "model.context_len", "TOKENS", "longest prompt and output together"),
     Flag("--replicas", "replicas.count", "N", "number of replicas, or auto"),
     Flag("--cpus", "replicas.cpus", "N", "CPUs of each rank"),

@@ -64,7 +64,8 @@ class ModelSettings(Settings):
     dtype: Annotated[DType | None, DTYPE_NAMES] = None
     # int8: products multiply int8 weights and activations; int4: weights in 4 bits (Q4_1), the vocabulary's tables in
     # 8 (Q8_0), are multiplied in float32, or with dtype: bfloat16 by activations in bfloat16 where the CPU has AMD's
-    # AVX512_BF16; CPU only, without another dtype
+    # AVX512_BF16; both on a CPU alone, without another dtype. fp8: weights in e4m3, a scale a row, on a GPU (from Ada
+    # on); activations too, a scale a token
     quantization: Annotated[Quantization, QUANTIZATION_NAMES] = "none"
     # whose code runs the model: our own for the families that it has, Transformers' modules for others that can be
     # served so (docs/models.md); auto: our own where there is one

@@ -238,12 +238,13 @@ def _compressed(where: str, config: Mapping[str, Any]) -> Method:
     sizes = [int(each.get("group_size") or -1) for each in weights]
     plain = kind == "int" and len(kinds) == 1 and symmetric and all(size <= 0 or size % GROUP == 0 for size in sizes)
     unrounded = " (activations are not rounded)" if any(group.get("input_activations") for group in groups) else ""
+    unrounded = unrounded if kind == "int" else ""
     return Method(
         about=f"compressed-tensors, {'fp8' if kind == 'float' else f'{bits} bits, {_groups_of(sizes[0])}'}{unrounded}",
         main=("weight_packed", "weight"),
         beside=("weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx", "input_scale", "input_zero_point"),
         read=read,
-        fits=_panels(bits) if plain else None,
+        fits="fp8" if kinds == {("float", 8)} else _panels(bits) if plain else None,
     )
 
 
@@ -311,10 +312,11 @@ def _fp8(where: str, config: Mapping[str, Any]) -> Method:
 
     scale = "a scale a tensor" if not block else f"a scale for {block[0]} x {block[1]}"
     return Method(
-        about=f"fp8, {scale} (activations are not rounded)",
+        about=f"fp8, {scale}",
         main=("weight",),
         beside=("weight_scale_inv", "weight_scale", "input_scale", "activation_scale"),
         read=read,
+        fits="fp8",
     )
 
 

@@ -8,6 +8,7 @@ Invariant: `floats` and `groups` of the same rows stand for equal numbers.
 Thread:    the one that loads the model.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, Self
@@ -69,6 +70,12 @@ class Window:
         numbers, scales, least = self.source.groups(self.rows[0] + start, self.rows[0] + stop)
         some = slice(self.columns[0] // GROUP, self.columns[1] // GROUP)
         return numbers[:, slice(*self.columns)], scales[:, some], None if least is None else least[:, some]
+
+
+    def eights(self) -> tuple[Tensor, Tensor, int] | None:
+        if not isinstance(self.source, Floats8):
+            return None
+        return self.source.eights(self.rows, self.columns)
 
 
 class Integers:
@@ -156,6 +163,20 @@ class Floats8:
 
     def groups(self, start: int, stop: int) -> Groups:
         raise AssertionError("no panels hold such numbers as they are")
+
+    def eights(self, rows: tuple[int, int], columns: tuple[int, int]) -> tuple[Tensor, Tensor, int] | None:
+        """Return a part as `StoredWeight.eights` has it. Where it begins within a block, what shares a scale is shorter
+        there: whole parts of the block that fit in front of it too."""
+        if self._numbers.dtype != torch.float8_e4m3fn:
+            return None
+        (high, wide), (first, stop) = self._block, columns
+        scales = self._scales[torch.arange(*rows) // high]  # [R, ceil(K / wide)]
+        numbers = self._numbers[rows[0] : rows[1], first:stop]
+        if scales.shape[1] == 1:
+            return numbers, scales, stop - first
+        shorter = math.gcd(wide, first)
+        scales = scales.repeat_interleave(wide // shorter, dim=1)[:, first // shorter : -(-stop // shorter)]
+        return numbers, scales, shorter
 
 
 class Floats4:

@@ -95,6 +95,11 @@ class StoredWeight(Protocol):
         """Read rows as `fits` has them: numbers [rows, K], scales [rows, G], least numbers [rows, G]."""
         ...
 
+    def eights(self) -> tuple[Tensor, Tensor, int] | None:
+        """Return numbers [N, K] in e4m3, the scales [N, G] fp32 of each row's, and of how many inputs one is; None if
+        its numbers are of another kind. Numbers are a view of the file."""
+        ...
+
 
 class Rows:
     """Weights one below the other [N, K], of which a packer reads some rows at a time."""

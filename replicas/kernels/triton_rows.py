@@ -45,6 +45,25 @@ def silu_mul(gate_up, out, size, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def quantise(x, out, scales, size, x_stride, LARGEST: tl.constexpr, BLOCK: tl.constexpr):
+    """Program (row): out [T, size] = x / its scale, in e4m3; scales [T] bring the row's largest number to LARGEST.
+    Numbers are rounded to its three bits here, as converting loses a carry where it is interpreted."""
+    row = tl.program_id(0).to(tl.int64)
+    peak = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, size, BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        peak = tl.maximum(peak, tl.abs(tl.load(x + row * x_stride + i, mask=i < size, other=0.0).to(tl.float32)))
+    scale = tl.maximum(tl.max(peak, 0) / LARGEST, 1e-30)
+    tl.store(scales + row, scale)
+    for start in range(0, size, BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        value = tl.load(x + row * x_stride + i, mask=i < size, other=0.0).to(tl.float32) / scale
+        bits = tl.minimum(tl.maximum(value, -LARGEST), LARGEST).to(tl.int32, bitcast=True)
+        value = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000).to(tl.float32, bitcast=True)
+        tl.store(out + row * size + i, value.to(out.dtype.element_ty), mask=i < size)
+
+
+@triton.jit
 def enter_rows(ids, source, table, row_len, follows, rows, positions, out_slots):
     """Program (row): the slot of a row that decodes goes into table [R, row_len] at its position; its input id becomes
     token follows[row] of the int64 that lie at the address source[0], 0 for one that is broken, unless either is -1."""

@@ -2,16 +2,18 @@
 
 Owns:      the names of the formats, and the rule of the groups, which is part of the meaning of K and V: engines with
            different rules hold different numbers.
-Invariant: the groups of a row are the same on any number of ranks; a number of ranks that would cut one is refused.
+Invariant: the groups of a row are the same on any number of ranks, but fp8's; a number of ranks that would cut one is
+           refused.
 """
 
 from typing import Literal
 
-WeightFormat = Literal["float32", "bfloat16", "float16", "int8", "q8_0", "q4_1", "mxfp4"]
+WeightFormat = Literal["float32", "bfloat16", "float16", "int8", "q8_0", "q4_1", "mxfp4", "fp8"]
 GROUP = 32  # numbers that share a scale: one that is large costs the others of its group their precision
 RULES = {
     "int8": f"int8, groups of {GROUP} inputs",
     "int4": f"Q4_1, the vocabulary's tables Q8_0: groups of {GROUP} inputs",
+    "fp8": "e4m3, a scale a row of a rank's share",
 }
 
 # twice what each of the sixteen 4-bit floats is: a sign, two bits of exponent, one of mantissa (OCP MX v1.0, 5.3.3)
@@ -22,7 +24,7 @@ E8M0_LEAST = 0x0040_0000  # the bits of 2 ** -127 as a float, which is subnormal
 # of a number, with its part of what a group of 32 has in common
 NUMBER_BYTES: dict[WeightFormat, float] = {
     "float32": 4, "bfloat16": 2, "float16": 2, "int8": 34 / 32, "q8_0": 34 / 32, "q4_1": 20 / 32,
-    "mxfp4": 17 / 32,
+    "mxfp4": 17 / 32, "fp8": 1,
 }  # fmt: skip
 
 

@@ -79,7 +79,7 @@ def loaded(pieces: Sequence[Piece], device: torch.device, dtype: torch.dtype) ->
     rows = Rows(pieces)
     out = torch.empty(rows.shape, dtype=dtype, device=device)
     for start in range(0, rows.shape[0], CHUNK_ROWS):
-        out[start : start + CHUNK_ROWS] = rows[start : start + CHUNK_ROWS]
+        out[start : start + CHUNK_ROWS].copy_(rows[start : start + CHUNK_ROWS])
     return out
 
 

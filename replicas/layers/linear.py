@@ -10,7 +10,7 @@ Source:    Shoeybi et al. 2019 (Megatron-LM, arXiv:1909.08053), section 3.
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Protocol, cast
+from typing import TYPE_CHECKING, Protocol, cast
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +26,9 @@ from replicas.kernels.team import ReadingStage, Stage, Team, team
 from replicas.kernels.weight_formats import WeightFormat, group_length
 from replicas.layers.layer import Layer, Piece, Put, loaded
 from replicas.layers.tp_group import TpGroup
+
+if TYPE_CHECKING:
+    from replicas.kernels.experts.fp8 import Weight8
 
 
 def pack_as(weight: Tensor | Rows, format_: WeightFormat, *, grouped: bool = False) -> Panels:
@@ -63,8 +66,8 @@ class Matmul:
     """The product ``x @ weight.T + bias``. Its input and output are fp32 on a CPU, whatever the weight's format."""
 
     def __init__(self, format_: WeightFormat = "float32") -> None:
-        """``format_``: of the weight on a CPU; a GPU's is the model's dtype."""
-        self.weight: Tensor | None = None  # [out, in]; where PyTorch multiplies
+        """``format_``: of the weight on a CPU; a GPU's is the model's dtype, or fp8."""
+        self.weight: Tensor | Weight8 | None = None  # [out, in]; on a GPU
         self.bias: Tensor | None = None  # [out]; beside ``weight``
         self._format = format_
         self._kernel: LinearKernel | Int8Kernel | None = None
@@ -83,8 +86,8 @@ class Matmul:
         self._shape = panels.n, panels.k
         self._kernel = kernel_of(panels, bias, team(torch.get_num_threads()), dtype)
 
-    def keep(self, weight: Tensor, bias: Tensor | None) -> None:
-        """Take the final weight and bias as PyTorch multiplies by them: on a GPU."""
+    def keep(self, weight: "Tensor | Weight8", bias: Tensor | None) -> None:
+        """Take the final weight and bias as a GPU multiplies by them."""
         self.weight, self.bias, self._shape = weight, bias, (weight.shape[0], weight.shape[1])
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -92,7 +95,11 @@ class Matmul:
         if self._kernel is not None:
             return self._kernel(x)
         assert self.weight is not None, "finalize() comes before the first call"
-        return F.linear(x, self.weight, self.bias)
+        if isinstance(self.weight, Tensor):
+            return F.linear(x, self.weight, self.bias)
+        from replicas.kernels.experts import on_gpu
+
+        return on_gpu.multiply(x, self.weight, self.bias)
 
     def rows(self, ids: Tensor) -> Tensor:
         """Return rows [T] of the packed weight as a fresh fp32 tensor [T, in]."""
@@ -124,6 +131,15 @@ class Matmul:
         return sum(each.nbytes for each in (self.weight, self.bias) if each is not None)
 
 
+def loaded_on_gpu(rows: Rows, device: torch.device, dtype: torch.dtype, *, rounds: bool) -> "Tensor | Weight8":
+    """Bring weights [N, K] to a GPU: in 8 bits where they are stored so, or ``rounds``; else in ``dtype``."""
+    from replicas.kernels.experts import fp8
+
+    if fp8.keeps(rows, device, rounds=rounds):
+        return fp8.pack(rows, device, dtype)
+    return loaded(rows.pieces, device, dtype)
+
+
 Pair = tuple[Tensor, Tensor]  # of an adapter: A [rank, in], and B [out, rank] times its scale
 
 
@@ -144,6 +160,7 @@ class Linear(Layer):
         self._names = names
         self._has_bias = bias
         self._one_order = False  # ranks add their parts of a row in one order, whatever the row's place among others
+        self._rounds = False  # to 8 bits on a GPU
         self._pieces: dict[str, Piece] = {}  # name -> this rank's slice, until finalize
         self._shapes: dict[str, tuple[int, int]] = {}  # name -> (out, in) of its whole weight
         self.matmul = Matmul()
@@ -153,7 +170,7 @@ class Linear(Layer):
         weights = self._put_pieces("weight")
         fits = Rows(weights).fits if weights and format_ == "float32" else None
         self.matmul = Matmul(fits or format_)
-        self._one_order = one_order
+        self._one_order, self._rounds = one_order, format_ == "fp8"
 
     def _slice(self, name: str, tensor: Piece) -> Piece | None:
         """Cut this rank's share of a whole weight [out, in] or bias [out]; None if it has none."""
@@ -181,7 +198,8 @@ class Linear(Layer):
             bias = loaded(biases, device, dtype).float() if biases else None
             self.matmul.prepare(lambda: Rows(weights), bias, packs, dtype)
         else:
-            self.matmul.keep(loaded(weights, device, dtype), loaded(biases, device, dtype) if biases else None)
+            whole = loaded_on_gpu(Rows(weights), device, dtype, rounds=self._rounds)
+            self.matmul.keep(whole, loaded(biases, device, dtype) if biases else None)
         self._pieces.clear()
 
     def _put_pieces(self, kind: str) -> list[Piece]:

@@ -15,6 +15,8 @@ Source:    Shazeer et al. 2017 (arXiv:1701.06538); DeepSeek-V2, section 2.2.2 (a
 
 import functools
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -30,6 +32,9 @@ from replicas.kernels.weight_formats import WeightFormat
 from replicas.layers.layer import Layer, Piece, Put, Whole
 from replicas.layers.linear import GatedMLP, Matmul, add_over_ranks, grouped_kernel, share, silu_mul
 from replicas.layers.tp_group import TpGroup
+
+if TYPE_CHECKING:
+    from replicas.kernels.experts.fp8 import Weight8
 
 NAMES = ("gate_proj", "up_proj", "down_proj")
 ALWAYS = MoEConfig(num_experts=1, top_k=1, intermediate_size=0, scoring="sigmoid")  # the choice of one, with its weight
@@ -137,7 +142,7 @@ class ExpertsLinear(Layer):
         self._pieces: dict[tuple[int, str], Piece] = {}  # (expert, name) -> this rank's slice, until finalize
         self._format: WeightFormat = "float32"
         self._kernel: GroupedKernel | None = None  # on a CPU
-        self._weight: Tensor | None = None  # [E, out, in] on a GPU
+        self._weight: Tensor | Weight8 | None = None  # [E, out, in] on a GPU
         self.bias: Tensor | None = None  # [E, out] fp32 of this rank's share, where there is one (models/gpt_oss.py)
 
     def multiply_by(self, format_: WeightFormat, *, one_order: bool) -> None:
@@ -170,11 +175,25 @@ class ExpertsLinear(Layer):
         if device.type == "cpu":
             self._kernel = grouped_kernel(self._weights(), self._format, self._number, packs, dtype)
         else:
-            for expert, weight in enumerate(self._weights()):
-                if self._weight is None:
-                    self._weight = torch.empty(self._number, *weight.shape, dtype=dtype, device=device)
-                self._weight[expert].copy_(weight[:])  # one after the other: no second copy of them all
+            self._weight = self._on_gpu(list(self._weights()), device, dtype)
         self._pieces.clear()
+
+    def _on_gpu(self, weights: list[Rows], device: torch.device, dtype: torch.dtype) -> "Tensor | Weight8":
+        """Bring the experts' weights to a GPU, one after the other: no second copy of them all."""
+        from replicas.kernels.experts import fp8
+
+        if all(fp8.keeps(each, device, rounds=self._format == "fp8") for each in weights):
+            first = fp8.pack(weights[0], device, dtype)
+            parts = [x.new_empty(self._number, *x.shape) for x in (first.numbers, first.scales)]
+            for expert, each in enumerate(weights):
+                one = fp8.pack(each, device, dtype)
+                assert one.wide == first.wide, "experts are stored in one way"
+                parts[0][expert], parts[1][expert] = one.numbers, one.scales
+            return replace(first, numbers=parts[0], scales=parts[1])
+        whole = torch.empty(self._number, *weights[0].shape, dtype=dtype, device=device)
+        for expert, each in enumerate(weights):
+            whole[expert].copy_(each[:])
+        return whole
 
     def _weights(self) -> Iterator[Rows]:
         """Yield each expert's weight [out, in] on this rank."""
@@ -192,7 +211,7 @@ class ExpertsLinear(Layer):
         return self._kernel(x, rows)
 
     @property
-    def weight(self) -> Tensor:
+    def weight(self) -> "Tensor | Weight8":
         """The weights [E, out, in] on a GPU."""
         assert self._weight is not None, "finalize() comes before the first call"
         return self._weight

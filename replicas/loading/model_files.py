@@ -125,7 +125,8 @@ def load_model_config(
                 f"model: {folder} is quantized ({config.stored.about}), and {config.architecture} is run by "
                 "Transformers' code, from plain weights alone. Serve the model's unquantized checkpoint"
             )
-        if device != "cpu" or quantization != "none" or config.dtype != "float32":
+        fitting = device != "cpu" if config.stored.products == "fp8" else device == "cpu" and config.dtype == "float32"
+        if not fitting or quantization != "none":
             kept = config.stored.experts if device == "cpu" else None
             config = replace(config, stored=replace(config.stored, products=None, tables=None, experts=kept))
     return config if context_len is None else _with_context(config, context_len, longest=longest)

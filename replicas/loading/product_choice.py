@@ -11,14 +11,18 @@ from replicas.kernels import bf16, bf16_tiles
 from replicas.kernels.bf16_tiles import WAYS, Way
 from replicas.kernels.int8_tiles import cpu_has_vnni
 from replicas.kernels.simd import instruction_set
-from replicas.kernels.weight_formats import WeightFormat
+from replicas.kernels.weight_formats import NUMBER_BYTES, WeightFormat
 
 
 def describe_products(config: EngineConfig) -> tuple[bool, str]:
     """Tell whether ranks add their parts of a product in one order, and how products are computed, in words."""
     model = config.model
     if config.device != "cpu":
-        return False, f"PyTorch's, in {model.dtype} on {config.device}"
+        how = f"PyTorch's, in {model.dtype} on {config.device}"
+        if model.weight_number_bytes[0] == NUMBER_BYTES["fp8"]:
+            how += "; by fp8 weights: of activations rounded to fp8 too, but by Triton, which rounds none, where a row "
+            how += "has several scales or a size is no multiple of 16, in experts and without bfloat16"
+        return False, how
     if model.quantization == "int8":
         how = "multiplied as bytes" if cpu_has_vnni() else "widened for fp32 arithmetic: this CPU has no VNNI"
         return True, f"own, int8 weights and activations, {how}"

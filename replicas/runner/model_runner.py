@@ -89,6 +89,11 @@ class ModelRunner:
                 "on a GPU experts need Triton, which cannot be used here (the log says why): install a C compiler and "
                 "Python's headers (gcc, python3-dev), or serve on CPUs (replicas.gpus: 0)"
             )
+        if config.model.quantization == "fp8":
+            from replicas.kernels.experts import fp8
+
+            if (reason := fp8.why_not(self.device)) is not None:
+                raise InvalidConfig(f"model.quantization: fp8 needs {reason}: leave it out")
         self._attention = _LateAttention()
         started_s = time.monotonic()
         self._model = model_class(config.model)(config.model, tp, self._attention)

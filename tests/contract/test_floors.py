@@ -195,6 +195,7 @@ LATE: dict[str, str] = {
     "replicas.kernels.gpu": "Triton may be missing",
     "replicas.kernels.adapters.on_gpu": "Triton may be missing",
     "replicas.kernels.experts.on_gpu": "Triton may be missing",
+    "replicas.layers.linear": "Triton may be missing",
     "replicas.layers.moe": "Triton may be missing",
     "replicas.models.registry": "a family of our own needs no Transformers",
     "replicas.loading.model_files": "only a model that Transformers runs needs its outline, and one in bfloat16 numba",

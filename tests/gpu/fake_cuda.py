@@ -549,6 +549,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     from replicas.kernels import gpu, triton_rows
     from replicas.kernels.adapters import on_gpu as low_rank
     from replicas.kernels.adapters import triton_low_rank
+    from replicas.kernels.experts import on_gpu, triton_grouped
 
     FAKE.reset()
     _device_constructors()  # keeps the functions that `with torch.device("meta")` means, before they are replaced
@@ -585,9 +586,10 @@ def install(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     for name, answer in answers.items():
         monkeypatch.setattr(torch.cuda, name, answer)
     monkeypatch.setattr(triton_paged, "kernels", kernels_of(triton_kernels))
-    elementwise, adapters = kernels_of(triton_rows), kernels_of(triton_low_rank)
+    elementwise, adapters, experts = map(kernels_of, (triton_rows, triton_low_rank, triton_grouped))
     monkeypatch.setattr(gpu, "kernels", lambda: elementwise)
     monkeypatch.setattr(low_rank, "programs", lambda: adapters)
+    monkeypatch.setattr(on_gpu, "programs", lambda: experts)
     monkeypatch.setattr(triton_paged, "PROGRAMS", 8)  # an interpreted program takes a millisecond
     return FAKE
 

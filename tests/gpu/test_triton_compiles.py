@@ -13,7 +13,7 @@ import pytest
 
 from replicas.kernels import gpu
 from replicas.kernels.adapters import on_gpu as low_rank
-from replicas.kernels.experts import on_gpu
+from replicas.kernels.experts import fp8, on_gpu
 from replicas.runner import device_draw, token_counts
 from replicas.runner.device_draw import HEAD
 from tests.gpu.device_steps import DEVICE
@@ -32,16 +32,19 @@ KINDS = [
     ("*i32", "counts table rows seq_lens tiles qo_indptr prefix_lens choices experts follows indptr indices "
              "last_page_len"),
     ("*i64", "ids out_slots index rules tokens head_ids places penalties records source positions"),
-    ("*fp32", "low part_out part_lse logits peaks scaled head_values made weights bias"),
+    ("*fp32", "low part_out part_lse logits peaks scaled head_values made weights bias scales weight_scales"),
     ("fp32", "scaling scale cap eps v_scale k_inverse v_inverse"),
     (sys.argv[3], "keys values"), (sys.argv[1], "q out k v sinks cos sin q_norm k_norm x term weight gate_up"),
 ]
 types = {name: kind for kind, names in KINDS for name in names.split()}
+in_8_bits = {"quantise": "out", "grouped_product": "weight"}  # its argument in e4m3, of the latter where SCALED
 cuobjdump = pathlib.Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 made_of = {}
 for module, name, constants, num_warps, *exact in json.loads(sys.argv[2]):
     kernel = getattr(importlib.import_module("replicas." + module), name)
     signature = {arg: "constexpr" if arg in constants else types.get(arg, "i32") for arg in kernel.arg_names}
+    if constants.get("SCALED", True) and name in in_8_bits:
+        signature[in_8_bits[name]] = "*fp8e4nv"
     values = {(kernel.arg_names.index(arg),): value for arg, value in constants.items()}
     aligned = [arg for arg, kind in signature.items() if kind[0] == "*" or arg.endswith("stride")]
     attrs = {(kernel.arg_names.index(arg),): [["tt.divisibility", 16]] for arg in aligned}  # as a launch finds them
@@ -53,7 +56,8 @@ for module, name, constants, num_warps, *exact in json.loads(sys.argv[2]):
         file.flush()
         usage = subprocess.run([cuobjdump, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
     numbers = {key: int(value) for key, value in re.findall(r"(REG|STACK|LOCAL):(\\d+)", usage)}
-    made_of[name] = {"shared": made.metadata.shared, "fused": made.asm["ptx"].count("fma.rn.f"), **numbers}
+    fused = made.asm["ptx"].count("fma.rn.f")
+    made_of[name + " again" * (name in made_of)] = {"shared": made.metadata.shared, "fused": fused, **numbers}
 print(json.dumps(made_of))
 """
 
@@ -80,7 +84,8 @@ def test_every_kernel_compiles_for_a_hopper_gpu(
     turn = scaled | {"NORMS": True, "PAGE": 16, "D": head_dim, "HALF": head_dim // 2}
     attention, elementwise = "attention.triton_kernels", "kernels.triton_rows"
     experts, tile = "kernels.experts.triton_grouped", {"BLOCK_N": on_gpu.BLOCK_N, "BLOCK_K": on_gpu.BLOCK_K}
-    product = {"SHARED": 8, "BLOCK_M": on_gpu.MANY_ROWS, "PRECISION": "tf32"} | tile
+    product = {"SHARED": 8, "BLOCK_M": on_gpu.MANY_ROWS, "PRECISION": "tf32", "SCALED": False, "DENSE": False} | tile
+    dense = product | {"SHARED": 1, "SCALED": True, "DENSE": special}
     chosen = dict.fromkeys(("TWO", "SIGMOID", "NORMALIZE", "BIASED"), True) | {"EXPERTS": 256, "TOP_K": 8, "GROUPS": 8}
     chosen |= {"TOP_GROUPS": 4, "TINY": 1e-20, "BLOCK_G": 8, "BLOCK_S": 32, "BLOCK_K": 8}
     cut = {"EXPERTS": 256, "ROWS": on_gpu.MANY_ROWS, "BINS": 512, "BLOCK": on_gpu.CUT_BLOCK}
@@ -95,12 +100,14 @@ def test_every_kernel_compiles_for_a_hopper_gpu(
         (attention, "turn_and_store", turn, 1),
         (attention, "list_pages", {"PAGE": 16, "BLOCK": triton_paged.LISTED}, 4),
         (elementwise, "enter_rows", {}, 1, gpu.EXACT),
+        (elementwise, "quantise", {"LARGEST": fp8.LARGEST, "BLOCK": fp8.BLOCK}, 4),
         (elementwise, "add_rms_norm", {"ADDS": True, "BLOCK": gpu.LARGEST_ROW}, 16),
         (elementwise, "silu_mul", {"BLOCK": gpu.SILU_BLOCK}, 4),
         (elementwise, "greatest", {"BLOCK": device_draw.BLOCK}, device_draw.WARPS, gpu.EXACT),
         (elementwise, "penalise", {"BLOCK": token_counts.BLOCK}, 4, gpu.EXACT),
         (elementwise, "scale", {"BLOCK": device_draw.BLOCK}, 4, gpu.EXACT),
         (experts, "grouped_product", product, on_gpu.WARPS),
+        (experts, "grouped_product", dense, on_gpu.WARPS_8_BITS),
         (experts, "choose_experts", chosen, 1),
         (experts, "cut_tiles", cut, on_gpu.WARPS, gpu.EXACT),
         (experts, "sum_choices", {"TOP_K": 8, "BLOCK": on_gpu.SUM_BLOCK}, on_gpu.WARPS),

@@ -16,11 +16,13 @@ import torch
 from torch import Tensor
 
 from replicas.kernels import gpu
+from replicas.kernels.experts.fp8 import Weight8, quantise
 from replicas.kernels.experts.routing import TINY
 
 FEW_EXPERTS = 256  # that a warp holds in registers: 8 each thread
 FEW_ROWS, MANY_ROWS = 16, 64  # of a tile: tensor cores take 16 at least
 BLOCK_N, BLOCK_K, SUM_BLOCK, CUT_BLOCK, WARPS = 64, 64, 1024, 1024, 4
+WARPS_8_BITS = 8  # of a product that widens its weight: with 4 its registers do not suffice
 
 
 def programs() -> Any:
@@ -78,13 +80,16 @@ class Between(NamedTuple):
     down_bias: Tensor | None = None  # [E, H]
 
 
-def gated_experts(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, between: Between) -> Tensor:
+Weights = Tensor | Weight8
+
+
+def gated_experts(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Weights, down: Weights, between: Between) -> Tensor:
     """Sum what the experts ``ids`` [T, top_k] make of x [T, H], times ``weights`` [T, top_k] fp32.
 
-    Args:    gate_up: [E, 2 I, H]; down: [E, H, I]; contiguous, of x's dtype.
+    Args:    gate_up: [E, 2 I, H]; down: [E, H, I]; contiguous, of x's dtype or in 8 bits.
     Returns: [T, H] of x's dtype; the sum is in fp32.
     """
-    top_k, number = ids.shape[1], len(gate_up)
+    top_k, number = ids.shape[1], len(_numbers(gate_up))
     tiles = tiles_of(ids, number, FEW_ROWS if ids.numel() <= FEW_ROWS * number else MANY_ROWS)
     made = _product(x, gate_up, tiles, x.dtype, rows=ids.numel(), shared=top_k)
     gated = between.gate(_biased(made, between.gate_up_bias, ids.flatten()))
@@ -97,17 +102,42 @@ def _biased(made: Tensor, bias: Tensor | None, experts: Tensor) -> Tensor:
     return made if bias is None else made.add_(bias[experts])
 
 
-def _product(x: Tensor, weight: Tensor, tiles: Tiles, dtype: torch.dtype, *, rows: int, shared: int) -> Tensor:
-    _, outputs, inputs = weight.shape
+def multiply(x: Tensor, weight: Weight8, bias: Tensor | None) -> Tensor:
+    """Multiply x [T, K] into [T, N] of its dtype, by one weight for all."""
+    if not len(x):
+        return x.new_empty(0, weight.shape[0])
+    if weight.by_torch:
+        eights, scales = quantise(x)
+        return torch._scaled_mm(
+            eights, weight.numbers.t(), scale_a=scales, scale_b=weight.scales.t(), bias=bias, out_dtype=x.dtype
+        )
+    few = FEW_ROWS if len(x) <= FEW_ROWS else MANY_ROWS
+    out = _product(x, weight, -(-len(x) // few), x.dtype, rows=len(x), shared=1, few=few)
+    return out if bias is None else out.add_(bias)
+
+
+def _product(
+    x: Tensor, weight: Weights, tiles: Tiles | int, dtype: torch.dtype, *, rows: int, shared: int, few: int = 0
+) -> Tensor:
+    """``tiles``: of experts; or how many, of ``few`` rows, there are of one that has all."""
+    numbers = _numbers(weight)
+    outputs, inputs = numbers.shape[-2:]
+    scales, wide = (weight.scales, weight.wide) if isinstance(weight, Weight8) else (numbers, inputs)
+    made = (x, x, tiles, few) if isinstance(tiles, int) else (*tiles, len(tiles.experts), tiles.choices.shape[1])
+    choices, experts, number, tile_rows = made
     out = torch.empty(rows, outputs, dtype=dtype, device=x.device)
     if rows:
-        programs().grouped_product[(len(tiles.experts), -(-outputs // BLOCK_N))](
-            x, weight, out, tiles.choices, tiles.experts, rows, outputs, inputs, x.stride(0), SHARED=shared,
-            BLOCK_M=tiles.choices.shape[1], BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K,
-            PRECISION="ieee" if x.dtype == torch.float32 else "tf32", num_warps=WARPS,
-            **gpu.FUSED,
+        programs().grouped_product[(number, -(-outputs // BLOCK_N))](
+            x, numbers, scales, out, choices, experts, rows, outputs, inputs, x.stride(0), wide, SHARED=shared,
+            BLOCK_M=tile_rows, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K if wide == inputs else min(BLOCK_K, wide),
+            PRECISION="ieee" if x.dtype == torch.float32 else "tf32", SCALED=isinstance(weight, Weight8),
+            DENSE=isinstance(tiles, int), num_warps=WARPS_8_BITS if isinstance(weight, Weight8) else WARPS, **gpu.FUSED,
         )  # fmt: skip
     return out
+
+
+def _numbers(weight: Weights) -> Tensor:
+    return weight.numbers if isinstance(weight, Weight8) else weight
 
 
 def _summed(made: Tensor, weights: Tensor, dtype: torch.dtype) -> Tensor:

@@ -100,28 +100,39 @@ def cut_tiles(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def grouped_product(
-    x, weight, out, choices, experts, num_rows, outputs, inputs, x_stride,
+    x, weight, weight_scales, out, choices, experts, num_rows, outputs, inputs, x_stride, wide,
     SHARED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
+    SCALED: tl.constexpr, DENSE: tl.constexpr,
 ):  # fmt: skip
     """Program (tile, block of columns): out [num_rows, outputs] = x @ weight[expert].T for a tile of one expert's rows.
 
     choices [tiles, BLOCK_M] int32: the rows of out that a tile makes, num_rows where there is none; experts [tiles]
     int32: whose they are, -1 for a tile without rows. Row r reads row r // SHARED of x: a token's choices share it.
-    weight [E, outputs, inputs], contiguous. Sums are in fp32, in blocks of inputs, one after the other.
+    weight [E, outputs, inputs], contiguous. Sums are in fp32, in blocks of inputs, one after the other. If SCALED,
+    weight_scales [E, outputs, ceil(inputs / wide)] fp32 are of ``wide`` inputs each, whole blocks or all of them. If
+    DENSE, there is one expert, which has all rows in their order.
     """
     tile, column = tl.program_id(0), tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    expert = tl.load(experts + tile).to(tl.int64)
+    expert = tl.zeros([], tl.int64) if DENSE else tl.load(experts + tile).to(tl.int64)
     if expert >= 0:
-        row = tl.load(choices + tile * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
+        if DENSE:
+            row = tile.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+        else:
+            row = tl.load(choices + tile * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
         there, wanted = row < num_rows, column < outputs
         x_rows = x + (row // SHARED)[:, None] * x_stride
         columns = weight + expert * outputs * inputs + column[None, :].to(tl.int64) * inputs
+        of_column = weight_scales + (expert * outputs + column) * ((inputs + wide - 1) // wide)
         total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         for start in range(0, inputs, BLOCK_K):
             i = start + tl.arange(0, BLOCK_K)
             a = tl.load(x_rows + i[None, :], mask=there[:, None] & (i < inputs)[None, :], other=0.0)
             b = tl.load(columns + i[:, None], mask=wanted[None, :] & (i < inputs)[:, None], other=0.0)
-            total = tl.dot(a, b, total, input_precision=PRECISION)
+            if SCALED:
+                factor = tl.load(of_column + start // wide, mask=wanted, other=0.0)
+                total += tl.dot(a, b.to(a.dtype), input_precision=PRECISION) * factor[None, :]
+            else:
+                total = tl.dot(a, b, total, input_precision=PRECISION)
         at = out + row[:, None] * outputs + column[None, :]
         tl.store(at, total.to(out.dtype.element_ty), mask=there[:, None] & wanted[None, :])
 

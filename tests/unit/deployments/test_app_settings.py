@@ -75,7 +75,7 @@ APART: dict[str, Any] = {"model": MODEL_ARGS, "mode": "disaggregated"}
             {"model": MODEL_ARGS, "cache": {"device_memory_bytes": "2 gigs"}},
             "must be a whole number of bytes, or a size such as 512MiB or 2GB, not '2 gigs'",
         ),
-        ({"model": {**MODEL_ARGS, "quantization": "awq"}}, "or 'int4', not 'awq'; a checkpoint that is quantised"),
+        ({"model": {**MODEL_ARGS, "quantization": "awq"}}, "or 'fp8', not 'awq'; a checkpoint that is quantised"),
     ],
 )
 def test_a_wrong_setting_is_named_with_what_is_allowed(args: dict[str, Any], says: str) -> None:
