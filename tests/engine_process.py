@@ -91,6 +91,7 @@ class ProcessSettings:
     page: int
     chunk: int
     transport: str  # "cma" or "tcp"
+    host: str = "127.0.0.1"
     tp: int = 1
     verify: Verify = Verify.ALL
     context_len: int = 256
@@ -227,7 +228,7 @@ def _main(pipe: Connection, settings: ProcessSettings, dumps: str) -> None:
             context_len=settings.context_len,
             workers=LocalWorkers(functools.partial(_follow, dumps)),
             transfer=TransferSettings(
-                host="127.0.0.1",
+                host=settings.host,
                 token=TOKEN,
                 verify=settings.verify,
                 transport="tcp" if settings.transport == "tcp" else "auto",

@@ -175,7 +175,7 @@ class Client:
     """Threads of this process whose sockets are a machine's."""
 
     def __init__(self, machine: Machine) -> None:
-        self._threads = ThreadPoolExecutor(32, initializer=_join, initargs=(machine.pid,))
+        self._threads = ThreadPoolExecutor(32, initializer=join, initargs=(machine.pid,))
 
     def begin(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> "Future[T]":
         return self._threads.submit(function, *args, **kwargs)
@@ -196,7 +196,7 @@ def _end_with_parent() -> None:
     LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def _join(pid: int) -> None:
+def join(pid: int) -> None:
     """Move the calling thread into the network of process ``pid``. Raises: OSError."""
     with open(f"/proc/{pid}/ns/net") as network:
         if LIBC.setns(network.fileno(), CLONE_NEWNET):
