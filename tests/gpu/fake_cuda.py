@@ -149,6 +149,9 @@ class Copy:
         FAKE.num_copies += 1
         self.number = FAKE.num_copies
         if to_host:
+            for earlier in FAKE.copies:
+                if earlier.stream is stream:
+                    earlier.read()  # before this one writes
             nothing = of_torch["full"]((self._to.nbytes,), NOTHING_YET, dtype=torch.uint8)
             self._to.copy_(nothing.view(self._to.dtype).view(self._to.shape))
 
@@ -168,6 +171,12 @@ class Copy:
         read = self._source.clone()
         memory.copy_(now)
         return read
+
+    def read(self) -> None:
+        """Another copy behind it on its stream may write what it reads."""
+        self.check()
+        self.run()
+        self._given = None
 
     def pass_(self) -> None:
         """The host has waited for it."""

@@ -132,6 +132,36 @@ def test_a_page_that_is_copied_to_again_keeps_the_digest_of_what_came_last(
     host.close()
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_whatever_runs_in_the_background_a_page_holds_what_came_last(
+    gpu: fake_cuda.FakeCuda | None, seed: int
+) -> None:
+    """Steps write pages of the device, a store writes pages of the host, and pages are copied between the two."""
+    pool, host, draw = pool_of(1), tier(), np.random.default_rng(seed)
+    host.in_background = True
+    on_device, on_host = dict(enumerate(bytes_of(pool, np.arange(11)))), dict[int, np.ndarray]()
+    for what in draw.integers(0, 4, 400).tolist():
+        pages = draw.permutation(np.arange(1, 11, dtype=np.int32))[:3]
+        places = draw.permutation(np.arange(1, 9, dtype=np.int32))[:3]
+        if what == 0:
+            made = torch.from_numpy(draw.standard_normal(pool.buffer[0].shape, np.float32))
+            pool.buffer[int(pages[0])].copy_(made.to("cuda"))
+            on_device[int(pages[0])] = made.view(torch.uint8).numpy().reshape(-1)
+        elif what == 1:
+            host.view[places[0]] = on_host[int(places[0])] = draw.integers(0, 256, 4096, np.uint8)
+            host.seal(int(places[0]))
+        elif what == 2:
+            host.backup(pool, pages, places, wait=bool(draw.integers(4) == 0))
+            on_host |= {int(place): on_device[int(page)] for place, page in zip(places, pages, strict=True)}
+        elif all(int(place) in on_host for place in places):
+            assert host.load(pool, places, pages).all()
+            on_device |= {int(page): on_host[int(place)] for place, page in zip(places, pages, strict=True)}
+    np.testing.assert_array_equal(bytes_of(pool, np.arange(1, 11)), [on_device[page] for page in range(1, 11)])
+    np.testing.assert_array_equal(host.view[list(on_host)], list(on_host.values()))
+    assert all(host.intact(place) for place in on_host)
+    host.close()
+
+
 def test_a_wrong_page_within_a_run_is_not_loaded_and_the_others_are(gpu: fake_cuda.FakeCuda | None) -> None:
     pool, host = pool_of(2), tier()
     before = bytes_of(pool, PAGES)
