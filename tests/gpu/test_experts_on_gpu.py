@@ -13,7 +13,7 @@ from replicas.config import MoEConfig
 from replicas.errors import InvalidConfig
 from replicas.kernels import gpu as fused
 from replicas.kernels import triton_rows
-from replicas.kernels.experts import on_gpu, triton_grouped
+from replicas.kernels.experts import on_gpu
 from replicas.layers.moe import MoE, choose
 from replicas.layers.tp_group import TpGroup
 from tests.gpu import fake_cuda
@@ -31,13 +31,6 @@ TOP_K, EXPERTS, HIDDEN, INNER = 3, 6, 80, 48  # 80 inputs and 48 or 96 outputs f
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     if DEVICE == "cpu":
         monkeypatch.setattr(fused, "kernels", lambda: triton_rows)
-
-
-def wrap(gpu: fake_cuda.FakeCuda | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have the fake device count the launches here."""
-    if gpu is not None:
-        wrapped = fake_cuda.kernels_of(triton_grouped)
-        monkeypatch.setattr(on_gpu, "programs", lambda: wrapped)
 
 
 PLAIN = on_gpu.Between(fused.silu_mul)
@@ -126,9 +119,8 @@ RULES = {
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_the_choice_is_the_hosts(rule: str, gpu: fake_cuda.FakeCuda | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_choice_is_the_hosts(rule: str, gpu: fake_cuda.FakeCuda | None) -> None:
     """50 tokens of 6 experts, equal ones among them: of those the first is chosen."""
-    wrap(gpu, monkeypatch)
     config = MoEConfig(**{"num_experts": EXPERTS, "top_k": TOP_K, "intermediate_size": INNER, **RULES[rule]})
     generator = torch.Generator().manual_seed(7)
     logits = torch.randn(50, EXPERTS, generator=generator).mul(4).round().div(2)
@@ -144,9 +136,8 @@ def test_the_choice_is_the_hosts(rule: str, gpu: fake_cuda.FakeCuda | None, monk
 
 
 def test_a_broken_row_chooses_experts_that_exist(
-    gpu: fake_cuda.FakeCuda | None, monkeypatch: pytest.MonkeyPatch
+    gpu: fake_cuda.FakeCuda | None,
 ) -> None:
-    wrap(gpu, monkeypatch)
     logits = torch.tensor([[torch.nan] * EXPERTS, [-torch.inf] * EXPERTS, [torch.inf] * EXPERTS]).to("cuda")
     ids = choose(logits, None, MoEConfig(num_experts=EXPERTS, top_k=TOP_K, intermediate_size=INNER))[0].cpu()
     assert ids.min() >= 0
@@ -155,12 +146,11 @@ def test_a_broken_row_chooses_experts_that_exist(
 
 @pytest.mark.parametrize(("kind", "launches"), [("mixtral", 8), ("deepseek-moe", 8)])
 def test_the_experts_of_a_layer_are_eight_launches(
-    kind: str, launches: int, gpu: fake_cuda.FakeCuda | None, monkeypatch: pytest.MonkeyPatch
+    kind: str, launches: int, gpu: fake_cuda.FakeCuda | None
 ) -> None:
     """The gate's input in fp32, its product, the choice, tiles, gate and up, SiLU x up, down, the sum."""
     if gpu is None:
         pytest.skip("a real device's launches are counted by nsys (docs/gpu.md)")
-    wrap(gpu, monkeypatch)
     rules = RULES["sigmoid" if kind == "deepseek-moe" else "normalised"]
     config = MoEConfig(num_experts=EXPERTS, top_k=TOP_K, intermediate_size=INNER, **rules)
     moe = MoE(config, TpGroup(device="cuda"))
@@ -185,7 +175,6 @@ def test_an_engine_with_experts_says_what_transformers_says_and_its_steps_are_ca
 ) -> None:
     """One layer with experts, beside a shared one or with biases. A captured step that waits for the GPU would fail."""
     model = tiny.save(kind, tmp_path, num_hidden_layers=1, **special)
-    wrap(gpu, monkeypatch)
     monkeypatch.setattr("tests.gpu.rigs.NUM_NEW", 3)
     config = replace(engine_config(tmp_path, "cuda"), cuda_graphs=True)
     config = replace(config, scheduler=replace(config.scheduler, max_running_requests=2))

@@ -15,7 +15,6 @@ from torch import Tensor
 from replicas.config import CacheConfig, ParallelConfig
 from replicas.engine.engine import Engine
 from replicas.engine.ranks import LocalWorkers, local_worker
-from replicas.kernels.experts import on_gpu, triton_grouped
 from replicas.layers import tp_group
 from replicas.ranks.worker import WorkerSpec
 from replicas.types import FinishReason
@@ -54,13 +53,9 @@ def answers(engine: Engine, prompts: Sequence[Sequence[int]], **sampling: Any) -
     ],
 )
 def test_an_engine_of_each_kind_of_model_answers_as_transformers_does(
-    kind: str, layers: int, settings: dict[str, Any], tmp_path: Path, gpu: fake_cuda.FakeCuda | None,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+    kind: str, layers: int, settings: dict[str, Any], tmp_path: Path, gpu: fake_cuda.FakeCuda | None
+) -> None:
     """In fp32; a prompt of two chunks beside a short one, and both again, found in the cache."""
-    if gpu is not None:
-        experts = fake_cuda.kernels_of(triton_grouped)
-        monkeypatch.setattr(on_gpu, "programs", lambda: experts)
     byte_level_folder(tmp_path)
     reference = tiny.save(kind, tmp_path, num_hidden_layers=layers)
     prompts = tiny.PROMPTS[::2]
