@@ -4,6 +4,7 @@
     why.png          that request explained
     live_view.png    the page while some users chat
     killed.gif       the river while a replica is killed: its requests go on in another lane
+    fetched.png      the river after users came at once with a prefix that one replica had: others fetched it
 """
 
 import base64
@@ -25,8 +26,10 @@ from PIL import Image
 from selenium.webdriver.common.keys import Keys
 
 from deployments.places import ROOT
+from deployments.settings.constants import EXPERIMENTS_VARIABLE
 from tests.browser.chromium import Page, open_chromium
 from tests.serve.running import HTTP, Running, serving
+from tests.serve.test_serve_fetches import burst
 from tests.waiting import until
 
 FOLDER = ROOT / "docs" / "pictures"
@@ -107,6 +110,7 @@ def main() -> int:
         page = open_chromium(Path(name) / "chromium")
         try:
             take(page, Path(name) / "app")
+            take_fetched(page, Path(name) / "fetches")
         except BaseException:
             page.picture("pictures_failed")
             raise
@@ -143,6 +147,20 @@ def take(page: Page, folder: Path) -> None:
             page.open(f"{app.url}/manta/#tab=why", width=1024, height=1600, theme="dark")
             page.one("#river canvas")
             save_moving(list(moving(page, app)), FOLDER / "killed.gif")
+
+
+def take_fetched(page: Page, folder: Path) -> None:
+    """Of two replicas that fetch."""
+    folder.mkdir()
+    with serving(folder, observatory=True, environment={EXPERIMENTS_VARIABLE: "1"}, replicas={"count": 2, "cpus": 1},
+                 cache={"max_total_tokens": 24_000}, transfer={"fetch": "auto"}) as app:  # fmt: skip
+        burst(app)  # the second one finds replicas that have measured themselves
+        page.open(f"{app.url}/manta/#tab=why", width=1440, height=1400)
+        page.one("#river canvas")
+        next(each for each in page.all("#river button") if each.text == "10 s").click()
+        burst(app)
+        Event().wait(1)
+        keep(shot(page, "#river"), "fetched")
 
 
 def type_and_send(page: Page, text: str) -> None:
