@@ -56,6 +56,20 @@ END
         echo '    http-after-response set-status 503 if { status 502 } { res.hdr(retry-after) 5 }'
         echo "    http-response return status 503 ${told}lost)]\" if { status 500 } { srv_name -m beg SERVE_PROXY }"
     } | sed -i '/^frontend http_frontend/r /dev/stdin' "$config"
+    # While a deploy is built, and after one that was refused, Serve lists no router, and those that were there serve on.
+    # They stay, until one refuses a connection: then there is Serve's own proxy. $PPID is HAProxy's manager.
+    served=$(dirname "$config")/served-$PPID
+    kept=' '
+    for name in $(sed -n -E '/^backend default_backend/d;s/^backend //p' "$config"); do
+        routers=$(sed -n "/^backend $name\$/,/^backend /p" "$config" | sed -n -E 's/^ *(server SERVE_REPLICA[^ ]* [^ ]+) .*/\1/p')
+        if [ -n "$routers" ]; then
+            echo "$routers" | sed 's/.*/    & check observe layer4 error-limit 1 on-error mark-down/' >"$served-$name"
+        elif [ -e "$served-$name" ]; then
+            kept="$kept$name "
+            sed -i -E "/^backend $name\$/,/^backend /{/^ *server .* check backup\$/r $served-$name
+            }" "$config"
+        fi
+    done
     # Probes of balancers: a router that lives and does not answer within half a second has many requests to begin. Where
     # none is up by HAProxy's checks, they are asked all the same: a dead one refuses at once, and a busy one is late.
     # Serve's own proxy is for when there is none: then a deploy replaces the routers, and its requests wait there.
@@ -63,7 +77,7 @@ END
     echo "$prefixes" | while read -r name prefix; do
         servers=$(sed -n "/^backend $name\$/,/^backend /p" "$config" | sed -n -E "s|^( *server )(SERVE_REPLICA_[^ ]*-Router-[^ ]*) ([^ ]+) .*|\1LATE_\2 \3|p")
         [ -n "$servers" ] || continue
-        [ -z "$MANTA_HAPROXY_ROUTES" ] || sed -i -E "/^backend $name\$/,/^backend /s/^( *server .* check backup)\$/\1 disabled/" "$config"
+        [ -z "$MANTA_HAPROXY_ROUTES" ] || [ "${kept#* $name }" != "$kept" ] || sed -i -E "/^backend $name\$/,/^backend /s/^( *server .* check backup)\$/\1 disabled/" "$config"
         sed -i "0,/^ *use_backend /s|^ *use_backend |    use_backend $name-probes if { path ${prefix}health ${prefix}ready }\n&|" "$config"
         sed -i "s|^ *use_backend $name if is_.*|    use_backend $name-late if is_$name { nbsrv($name) eq 0 }\n&|" "$config"
         cat <<END >>"$config"
@@ -94,12 +108,7 @@ if [ "$1 $2" = "-db -f" ]; then
         sed -i "/^backend default_backend/a\\$starting if { path $route } || { path_beg ${route%/}/ }" "$config"
     done
     for backend in ${MANTA_HAPROXY_ROUTES:+$(sed -n -E '/^backend default_backend/d;/^backend .*-(probes|late)$/d;s/^backend //p' "$config")}; do
-        had_one=$(dirname "$config")/served-$PPID-$backend
-        if sed -n "/^backend $backend\$/,/^backend /p" "$config" | grep -q '^ *server SERVE_REPLICA'; then
-            : >"$had_one"
-        elif [ ! -e "$had_one" ]; then
-            sed -i "/^backend $backend\$/a\\$starting" "$config"
-        fi
+        [ -e "$served-$backend" ] || sed -i "/^backend $backend\$/a\\$starting" "$config"
     done
     "${MANTA_PYTHON:-python3}" -I "$(dirname "$0")/haproxy_stand_in.py" $$ $PPID "$binary" "$config" &
     if stand_in=$(cat "$(dirname "$config")/stand-in.pid" 2>/dev/null); then

@@ -474,6 +474,50 @@ async def test_until_an_applications_routers_are_there_its_clients_are_told_to_w
     proxy.close()
 
 
+async def told_by_haproxy(environ: dict[str, str], command: bytes) -> bytes:
+    """What its admin socket answers."""
+    reader, writer = await asyncio.open_unix_connection(environ["RAY_SERVE_HAPROXY_SOCKET_PATH"])
+    writer.write(command)
+    answer = await reader.read()
+    writer.close()
+    return answer
+
+
+async def answers_once(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """A router that keeps no connection."""
+    with contextlib.suppress(OSError, asyncio.IncompleteReadError):
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nConnection: close\r\n\r\nok")
+    writer.close()
+
+
+async def test_while_a_deploy_is_built_routers_that_were_there_serve_on_and_serves_own_proxy_where_they_end(
+    tmp_path: Path,
+) -> None:
+    """Serve lists no router then, and for good after a deploy that was refused. The first request met its own proxy,
+    which HAProxy took for down, as it was turned off before: 503."""
+    port, config = free_port(), tmp_path / "haproxy.cfg"
+    router, proxy = [await asyncio.start_server(each, "127.0.0.1", 0) for each in (answers_once, elsewhere)]
+    ports = [each.sockets[0].getsockname()[1] for each in (router, proxy)]
+    environ = await write_as_serve(config, port, *ports) | {"MANTA_HAPROXY_ROUTES": "/"}
+    written = config.read_text()
+    async with wrapped(config, environ, as_serve=True), asyncio.timeout(60):
+        await until_status(port, b"200")
+        state = await told_by_haproxy(environ, b"show servers state\n")
+        Path(environ["RAY_SERVE_HAPROXY_SERVER_STATE_FILE"]).write_bytes(state)  # as Serve does before a reload
+    config.write_text(re.sub(r"(?m)^ *server SERVE_REPLICA.*\n", "", written))
+    async with wrapped(config, environ, as_serve=True), asyncio.timeout(60):
+        while not (answer := await asked(port, get("/v1/models"), whole=True)):
+            await asyncio.sleep(0.05)
+        assert (answer[:13], answer[-2:]) == (b"HTTP/1.1 200 ", b"ok")
+        while not re.search(rb"(?m)^manta,SERVE_PROXY,.*,UP,", await told_by_haproxy(environ, b"show stat\n")):
+            await asyncio.sleep(0.05)
+        router.close()
+        answer = await asked(port, get("/v1/models"), whole=True)
+        assert (answer[:13], answer[-5:]) == (b"HTTP/1.1 200 ", b"proxy")
+    proxy.close()
+
+
 @pytest.mark.parametrize(
     ("host", "given", "bound"),
     [("0.0.0.0", {}, "gt 1948"), ("127.0.0.1", {}, None), ("0.0.0.0", {"MANTA_HAPROXY_PER_SOURCE": "0"}, None),
