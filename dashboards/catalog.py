@@ -233,7 +233,8 @@ _TIERS = [
             "them costs no copy.", unit="tokens"),
     Metric(REPLICA, COUNTER, "tier_written_tokens_total", "Tokens copied into a tier: L2 from the device, L3 from the "
             "host.", {"tier": LOWER}),
-    Metric(REPLICA, COUNTER, "tier_write_seconds_total", "Time spent writing into a tier.", {"tier": LOWER}),
+    Metric(REPLICA, COUNTER, "tier_write_seconds_total", "Time spent writing into a tier; of background "
+            "copies (L2, one GPU), to start them.", {"tier": LOWER}),
     Metric(REPLICA, COUNTER, "tier_loaded_tokens_total", "Tokens read from a tier: L2 to the device, L3 to the host; "
             "what came from L3 and was used is in both.", {"tier": LOWER}),
     Metric(REPLICA, COUNTER, "tier_load_seconds_total", "Time spent reading from a tier.", {"tier": LOWER}),
