@@ -23,6 +23,8 @@ class HostView(Protocol):
     def view(self) -> Bytes: ...
     @property
     def digests(self) -> Digests: ...
+    @property
+    def page_bytes(self) -> int: ...
 
 
 class TieredPageHome:
@@ -44,7 +46,7 @@ class TieredPageHome:
 
     def hottest(self, most_bytes: int) -> list[Path]:
         """List the nodes with the most hits, in the order of their rates, as `PageHome.hottest` says."""
-        nodes = self._tiers.hottest(most_bytes // self._memory.view.shape[1])
+        nodes = self._tiers.hottest(most_bytes // self._memory.page_bytes)
         now_s, ps = self._clock(), self._tiers.page_size
         rates = {node: hit_rate(node.hit_count, now_s - node.used_s) for node in nodes}
         for node in reversed(nodes):  # a node is worth no less than what needs it

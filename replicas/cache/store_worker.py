@@ -33,8 +33,10 @@ class HostBytes(Protocol):
     """The host pages as bytes."""
 
     @property
-    def view(self) -> npt.NDArray[np.uint8]:
-        """[num_pages + 1, page_bytes]"""
+    def page_bytes(self) -> int: ...
+
+    def page(self, page: int, *, writes: bool = False) -> npt.NDArray[np.uint8]:
+        """[page_bytes], once no copy is in the way of reading it, or of writing it."""
         ...
 
     def seal(self, page: int) -> None: ...
@@ -205,8 +207,8 @@ class Worker:
 
     def _read(self, fetch: Fetch) -> None:
         pages = fetch.host_pages.tolist()
-        wanted = [(key, [self._memory.view[page].data]) for key, page in zip(fetch.keys, pages, strict=True)]
-        results = self._store.read(wanted)
+        rows = [self._memory.page(page, writes=True) for page in pages]
+        results = self._store.read([(key, [row.data]) for key, row in zip(fetch.keys, rows, strict=True)])
         for page in pages:
             if fetch.unwanted or self._closing:
                 return
@@ -222,7 +224,7 @@ class Worker:
         pages = zip(keys, put.host_pages.tolist(), strict=True)
         intact = itertools.takewhile(lambda page: self._memory.intact(page[1]), pages)
         self._called_s = self._clock()
-        for result in self._store.write((key, [self._memory.view[page].data]) for key, page in intact):
+        for result in self._store.write((key, [self._memory.page(page).data]) for key, page in intact):
             if result.status not in (WriteStatus.STORED, WriteStatus.PRESENT):
                 return
             put.num_stored += 1
@@ -233,5 +235,5 @@ class Worker:
     def _keys(self, token_ids: TokenIds, salt: str) -> list[StoreKey]:
         """Return the keys of the whole pages of ``token_ids``, in runs where the store keeps such."""
         keys = page_chain_keys(token_ids, self._page_size, page_chain(self._fingerprint, salt))
-        longest = min(RUN_TOKENS // self._page_size, RUN_BYTES // self._memory.view.shape[1])
+        longest = min(RUN_TOKENS // self._page_size, RUN_BYTES // self._memory.page_bytes)
         return keys_in_runs(keys, longest) if self._store.keeps_runs else keys

@@ -10,7 +10,7 @@ Invariant: a page is the parts of all ranks one after the other, each byte for b
            to a peer are, so the step under way is not waited for; pages that are copied in may still be written by it,
            so those copies run behind it. A call waits for its copies alone; where ``in_background`` is set, it waits
            for none, the next step on the device does, and a thread takes the digests. Whoever reads or writes the
-           memory meanwhile waits for them (`settle`), as ``view`` and ``digests`` do.
+           memory meanwhile waits for them: for those of a page (`page`), or for all (``view``, ``digests``).
 Thread:    the runner's for `backup` and `load`. Others read and write pages that are theirs (store, peers).
 Source:    SPEC C11; SGLang's HiCache, host pool.
 """
@@ -18,10 +18,10 @@ Source:    SPEC C11; SGLang's HiCache, host pool.
 import logging
 import mmap
 import os
+import queue
 import threading
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,6 +36,8 @@ from replicas.memory.pool import MHATokenToKVPool, populate
 log = logging.getLogger(__name__)
 
 COPY_BYTES = 8 << 20  # of a copy at most: the digests of one are taken while the next one runs
+
+CLOSE_S = 5.0  # how long `close` waits for a device that hangs
 
 NO_DIGEST = 0  # of a page that is being copied, or that could not be: as good as no page has it
 
@@ -105,7 +107,7 @@ class HostKVCache:
         self._backups: dict[int, _Backup] = {}  # by host page: the last one to it, until it is over
         self._ending = threading.Lock()  # of a backup, or of its place by the next one to the same page
         self._loaded: torch.cuda.Event | None = None  # behind the last copies to the device
-        self._thread: ThreadPoolExecutor | None = None
+        self._unfinished: queue.SimpleQueue[tuple[_Backup, PageIds] | None] | None = None  # of the thread, once it runs
         start = part * memory.rank_page_bytes
         self._own = self._view[:, start : start + memory.rank_page_bytes]
 
@@ -135,6 +137,20 @@ class HostKVCache:
         """The digests, once no copy runs."""
         self.settle()
         return self._digests
+
+    @property
+    def page_bytes(self) -> int:
+        """The bytes of a page, all ranks."""
+        return self.memory.page_bytes
+
+    def page(self, page: int, *, writes: bool = False) -> npt.NDArray[np.uint8]:
+        """The bytes of ``page`` [page_bytes], once it is not copied to, and where it is to be written, not copied from
+        either. Any thread."""
+        self._await([page])
+        if writes and self._loaded is not None:
+            self._loaded.synchronize()
+        row: npt.NDArray[np.uint8] = self._view[page]
+        return row
 
     def settle(self) -> None:
         """Wait for the copies that run, and for their digests. Any thread."""
@@ -176,32 +192,41 @@ class HostKVCache:
                 self._own[host] = row = source[device]
                 self._digests[host, self._part] = xxhash.xxh3_64_intdigest(row.data)
             return
-        made = _Backup()
+        made, of_steps = _Backup(), torch.cuda.current_stream(pool.device)
         with self._ending:
             self._digests[host_pages, self._part] = NO_DIGEST
             self._backups |= dict.fromkeys(host_pages.tolist(), made)
         try:
-            with torch.cuda.stream(self._copy_stream(pool)):
+            with self._copying(pool):
                 for device, host, num in self._runs(device_pages, host_pages):
                     self._tensor(host, num, pool).copy_(pool.buffer[device : device + num], non_blocking=True)
-                    made.copies.append((torch.cuda.Event(), host, num))  # type: ignore[no-untyped-call]
-                    made.copies[-1][0].record()
+                    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                    event.record()
+                    made.copies.append((event, host, num))
+                if self.in_background and not wait:
+                    of_steps.wait_event(event)  # the next step may write the pages
+                    self._finish_later(made, host_pages)
+                    return
         except BaseException:
             self._end(made, host_pages)
             raise
-        if wait or not self.in_background:
-            self._finish(made, host_pages)
-            return
-        torch.cuda.current_stream(pool.device).wait_event(made.copies[-1][0])  # the next step may write the pages
-        if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, thread_name_prefix="manta-host-tier")
-        self._thread.submit(self._finish_or_warn, made, host_pages)
+        self._finish(made, host_pages)
 
-    def _finish_or_warn(self, backup: _Backup, host_pages: PageIds) -> None:
-        try:
-            self._finish(backup, host_pages)
-        except RuntimeError as error:
-            log.warning("%d pages that left the device are lost: %s", len(host_pages), error)
+    def _finish_later(self, backup: _Backup, host_pages: PageIds) -> None:
+        """Raises: RuntimeError when the system gives no thread."""
+        if self._unfinished is None:
+            unfinished = queue.SimpleQueue[tuple[_Backup, PageIds] | None]()
+            threading.Thread(target=self._main, args=(unfinished,), name="manta-host-tier", daemon=True).start()
+            self._unfinished = unfinished
+        self._unfinished.put((backup, host_pages))
+
+    def _main(self, unfinished: "queue.SimpleQueue[tuple[_Backup, PageIds] | None]") -> None:
+        """Finish backups in the order in which they were begun, until None comes."""
+        while (each := unfinished.get()) is not None:
+            try:
+                self._finish(*each)
+            except Exception as error:  # noqa: BLE001 - its pages are not intact, and loading them finds that
+                log.warning("%d pages that left the device are lost: %r", len(each[1]), error)
 
     def _finish(self, backup: _Backup, host_pages: PageIds) -> None:
         """Wait for the copies of ``backup`` to ``host_pages``, and take the digests."""
@@ -235,9 +260,9 @@ class HostKVCache:
                     rows[device_pages[at]] = self._own[host]
             return ok
         self._await(host_pages.tolist())
-        stream, at = self._copy_stream(pool), 0
-        stream.wait_stream(torch.cuda.current_stream(pool.device))
-        with torch.cuda.stream(stream):
+        of_steps, at = torch.cuda.current_stream(pool.device), 0
+        with self._copying(pool) as stream:
+            stream.wait_stream(of_steps)
             for device, host, num in self._runs(device_pages, host_pages):
                 right = ok[at : at + num] = [self._is_right(page) for page in range(host, host + num)]
                 at += num
@@ -246,50 +271,73 @@ class HostKVCache:
                     continue
                 for i in np.flatnonzero(right).tolist():
                     pool.buffer[device + i].copy_(self._tensor(host + i, 1, pool)[0], non_blocking=True)
-            self._loaded = copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             copied.record()
+            self._loaded = copied  # recorded: other threads wait for it
         # the engine's stream may read the device's pages next; and who writes the host's waits in `settle`, or here
         if self.in_background:
-            torch.cuda.current_stream(pool.device).wait_event(copied)
+            of_steps.wait_event(copied)
         else:
             copied.synchronize()
         return ok
 
     def seal(self, page: int) -> None:
         """Take the digests of ``page`` [all ranks], which its owner has just written and verified otherwise."""
-        self.digests[page] = self._digests_of(page)
+        digests = self._digests_of(page)
+        self._digests[page] = digests
 
     def intact(self, page: int) -> bool:
         """Whether the digests of all ranks' parts of ``page`` fit: before it leaves for a store or a peer."""
-        return bool(np.array_equal(self._digests_of(page), self.digests[page]))
+        digests = self._digests_of(page)  # once the page has its own
+        return bool(np.array_equal(digests, self._digests[page]))
 
     def close(self) -> None:
         """Close the memory to those who have not attached yet, and unpin it: the driver remembers a pinned range beyond
-        its mapping, and would refuse the next one at these addresses."""
-        if self._thread is not None:
-            self._thread.shutdown()
-        with suppress(RuntimeError):  # of a GPU that has failed
-            self.settle()
+        its mapping, and would refuse the next one at these addresses. While a device that hangs may still copy, the
+        memory stays as it is."""
+
+        def settle() -> None:
+            with suppress(RuntimeError):  # of a GPU that has failed
+                self.settle()
+
+        settling = threading.Thread(target=settle, name="manta-host-tier-end", daemon=True)
+        if self._stream is not None:
+            settling.start()
+            settling.join(CLOSE_S)
+        if self._unfinished is not None:
+            self._unfinished.put(None)
+            self._unfinished = None
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
-        if self._is_pinned:
+        if settling.is_alive():
+            log.warning("the host tier stays pinned: the GPU has not ended its copies in %.0f s", CLOSE_S)
+        elif self._is_pinned:
             _cudart().cudaHostUnregister(self._view.ctypes.data)
             self._is_pinned = False
 
     def _digests_of(self, page: int) -> npt.NDArray[np.uint64]:
         """[tp] the digests of the bytes that are there."""
-        parts = self.view[page].reshape(self.memory.tp, -1)
+        parts = self.page(page).reshape(self.memory.tp, -1)
         return np.array([xxhash.xxh3_64_intdigest(part.data) for part in parts], dtype=np.uint64)
 
     def _is_right(self, host_page: int) -> bool:
         """Whether the digest of this rank's part fits."""
         return bool(xxhash.xxh3_64_intdigest(self._own[host_page].data) == self._digests[host_page, self._part])
 
-    def _copy_stream(self, pool: MHATokenToKVPool) -> torch.cuda.Stream:
+    @contextmanager
+    def _copying(self, pool: MHATokenToKVPool) -> Iterator[torch.cuda.Stream]:
+        """Yield the stream of copies, the current one within. Where one cannot be made, those before it are over when
+        the error goes on."""
         if self._stream is None:
             self._stream = torch.cuda.Stream(pool.device)  # type: ignore[no-untyped-call]
-        return self._stream
+        try:
+            with torch.cuda.stream(self._stream):
+                yield self._stream
+        except BaseException:
+            with suppress(RuntimeError):
+                self._stream.synchronize()
+            raise
 
     def _runs(self, device_pages: PageIds, host_pages: PageIds) -> Iterator[tuple[int, int, int]]:
         """Cut a copy into (first device page, first host page, number), pages that lie behind one another on both

@@ -534,8 +534,10 @@ class Kernel:
 @contextlib.contextmanager
 def _stream(stream: Stream) -> Iterator[None]:
     FAKE.streams.append(stream)
-    yield
-    FAKE.streams.pop()
+    try:
+        yield
+    finally:
+        FAKE.streams.pop()
 
 
 @contextlib.contextmanager

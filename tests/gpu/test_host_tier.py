@@ -1,6 +1,7 @@
 """Pages between a GPU's pool and the host tier: the same bytes as a CPU's, on a stream that is not the engine's."""
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -69,7 +70,8 @@ def test_pages_go_to_the_host_and_come_back_byte_for_byte(
 def test_in_the_background_the_engines_thread_waits_for_no_copy_and_others_for_theirs(
     gpu: fake_cuda.FakeCuda | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Steps may write what was copied out, and read what was copied in; another thread holds the digests up."""
+    """Steps may write what was copied out, and read what was copied in; another thread holds the digests up. A store
+    reads and writes another page meanwhile."""
     pool, host = pool_of(1), tier()
     host.in_background = True
     before, main, door = bytes_of(pool, PAGES), threading.current_thread(), threading.Event()
@@ -85,10 +87,21 @@ def test_in_the_background_the_engines_thread_waits_for_no_copy_and_others_for_t
     host.backup(pool, PAGES[:3], PLACES[:3], wait=False)
     host.backup(pool, PAGES[3:], PLACES[3:], wait=False)
     pool.buffer[PAGES.tolist()] = 7.0
+    host.page(8, writes=True)[:] = 3
+    host.seal(8)
+    assert host.intact(8)
+    assert set(host._backups) == set(PLACES.tolist()), "none is over"
     assert main not in waits
     door.set()
-    loaded = PAGES - 1
+    loaded, record = PAGES - 1, torch.cuda.Event.record
+
+    def published(event: Any, *stream: Any) -> None:
+        assert host._loaded is not event, "a store's thread may wait for it already"
+        record(event, *stream)
+
+    monkeypatch.setattr(torch.cuda.Event, "record", published)
     assert host.load(pool, PLACES, loaded).all(), "it waits for the digests"
+    assert host._loaded is not None
     assert main not in waits
     np.testing.assert_array_equal(host.view[PLACES], before)
     host.view[PLACES] = 0  # by a store's thread
@@ -120,15 +133,79 @@ def test_a_page_that_is_copied_to_again_keeps_the_digest_of_what_came_last(
     doors[1].set()
     np.testing.assert_array_equal(host.view[PLACES[:1]], after)
     assert host.intact(1)
-    monkeypatch.setattr(torch.cuda.Event, "synchronize", synchronize)
+    host.close()
 
-    def broken(*pages: object) -> Any:
-        raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-    monkeypatch.setattr(host, "_runs", broken)
-    with pytest.raises(RuntimeError, match="illegal memory access"):
-        host.backup(pool, first, PLACES[:1], wait=False)
-    assert not host.intact(1)
+def failing(call: Callable[..., Any], at: int, error: Exception) -> Callable[..., Any]:
+    """``call``, but for the ``at``-th time, when it raises ``error``."""
+    calls = iter(range(1, 1000))
+
+    def one(*args: Any, **options: Any) -> Any:
+        if next(calls) == at:
+            raise error
+        return call(*args, **options)
+
+    return one
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "at"), [(HostKVCache, "_tensor", 3), (threading.Thread, "start", 1)], ids=["copy", "no thread"]
+)
+def test_a_copy_that_cannot_be_made_leaves_none_under_way_and_no_page_that_counts_as_intact(
+    gpu: fake_cuda.FakeCuda | None, monkeypatch: pytest.MonkeyPatch, owner: type, name: str, at: int
+) -> None:
+    """To the host, and from there: nobody waits for it, and the pages may be given to others at once."""
+    pool, host = pool_of(1), tier()
+    host.in_background = True
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, failing(getattr(owner, name), at, RuntimeError("out of memory")))
+        with pytest.raises(RuntimeError, match="out of memory"):
+            host.backup(pool, PAGES, PLACES, wait=False)
+    assert not host._backups, "whose owner waits for ever"
+    assert gpu is None or not gpu.copies
+    assert not any(host.intact(page) for page in PLACES)
+    host.backup(pool, PAGES, PLACES, wait=False)
+    host.settle()
+    with monkeypatch.context() as patch:
+        patch.setattr(HostKVCache, "_tensor", failing(HostKVCache._tensor, 3, RuntimeError("out of memory")))
+        with pytest.raises(RuntimeError, match="out of memory"):
+            host.load(pool, PLACES, PAGES)
+    assert gpu is None or not gpu.copies
+    host.close()
+
+
+def test_a_backup_that_fails_is_logged_and_the_next_one_is_made(
+    gpu: fake_cuda.FakeCuda | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    pool, host = pool_of(1), tier()
+    host.in_background = True
+    late = failing(torch.cuda.Event.synchronize, 1, ValueError("what is this"))
+    monkeypatch.setattr(torch.cuda.Event, "synchronize", lambda event: late(event))
+    for pages in (slice(1), slice(1, 2)):
+        host.backup(pool, PAGES[pages], PLACES[pages], wait=False)
+    assert [host.intact(page) for page in PLACES[:2]] == [False, True]
+    assert "1 pages that left the device are lost: ValueError('what is this')" in caplog.text
+    host.close()
+
+
+def test_memory_to_which_a_device_that_hangs_may_still_copy_stays_pinned(
+    gpu: fake_cuda.FakeCuda | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(host_tier, "CLOSE_S", 0.05)
+    pool, host = pool_of(1), tier()
+    host.in_background = True
+    door, synchronize = threading.Event(), torch.cuda.Event.synchronize
+    monkeypatch.setattr(torch.cuda.Event, "synchronize", lambda event: (door.wait(60), synchronize(event)))
+    host.backup(pool, PAGES, PLACES, wait=False)
+    assert all(each.daemon for each in threading.enumerate() if each.name.startswith("manta-host-tier"))
+    host.close()
+    assert "the host tier stays pinned: the GPU has not ended its copies in 0 s" in caplog.text
+    with pytest.raises(InvalidConfig, match="cannot pin the memory"):
+        host.pin()
+    door.set()
+    monkeypatch.setattr(host_tier, "CLOSE_S", 60.0)
+    host.close()
+    host.pin()
     host.close()
 
 

@@ -34,6 +34,7 @@ class Node:
         self.clock = Clock()
         self.device = np.zeros((device + 1, PAGE_BYTES), dtype=np.uint8)
         self.view = np.zeros((host + 1, PAGE_BYTES), dtype=np.uint8)
+        self.page_bytes = PAGE_BYTES
         self.digests = np.zeros((host + 1, TP), dtype=np.uint64)
         self.allocator = PagedTokenToKVPoolAllocator(device, PS)
         tier = HostTier(num_pages=host, copier=self, write=write)
