@@ -233,7 +233,7 @@ def _put(to, x, there, inverse, LARGEST: tl.constexpr):
     tl.store(to, x.to(to.dtype.element_ty), mask=there)
 
 
-@triton.jit(do_not_specialize_on_alignment=["rows", "prefix_lens", "seq_lens"])
+@triton.jit(do_not_specialize_on_alignment=["rows", "prefix_lens", "seq_lens", "indptr", "last_page_len"])
 def list_pages(
     table, row_len, rows, prefix_lens, seq_lens, indptr, indices, last_page_len, window,
     PAGE: tl.constexpr, BLOCK: tl.constexpr,

@@ -449,8 +449,12 @@ def test_flashinfer_answers_the_same_with_and_without_a_step_ahead(
     wanted = [tiny.reference(reference, prompt, NUM_NEW)[1] for prompt in PROMPTS]
     if gpu is not None:
         flashinfer_stand_in.install(monkeypatch)
-    folder = model(tmp_path, head_dim=64)
-    made = [answers(start(folder, dtype="bfloat16", scheduler={"overlap": overlap})) for overlap in ("off", "on")]
+    folder, made = model(tmp_path, head_dim=64), []
+    for overlap in ("off", "on"):
+        engine = start(folder, dtype="bfloat16", scheduler={"overlap": overlap})
+        compiled = set(gpu.programs) if gpu is not None else set()
+        made.append(answers(engine))
+        assert gpu is None or gpu.programs == compiled, "a program was compiled while requests waited"
     assert made[0] == made[1]
     assert sorted(made[0]) == ["greedy 0", "greedy 1", "greedy 2", "seeded 0", "seeded 1", "seeded 2"]
     assert all(len(ids) == NUM_NEW for ids in made[0].values())

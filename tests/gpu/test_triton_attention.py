@@ -6,6 +6,7 @@ import torch
 
 from replicas.config import AttentionKind
 from tests.attention_steps import Step
+from tests.gpu import fake_cuda
 from tests.gpu.device_steps import DEVICE, device_step, error, oracle, run
 from tests.gpu.triton_or_skip import triton_paged
 
@@ -110,3 +111,13 @@ def test_splits_are_a_power_of_two_and_make_at_most_2048_programs(monkeypatch: p
 def test_tiles_with_the_most_keys_come_first() -> None:
     """Requests of 5 and 33 new tokens in tiles of 16."""
     assert triton_paged.extend_tiles(np.array([5, 33]), 16).tolist() == [[1, 32], [1, 16], [0, 0], [1, 0]]
+
+
+def test_lists_of_any_number_of_requests_are_made_by_one_program(gpu: fake_cuda.FakeCuda | None) -> None:
+    """Where each list begins depends on that number; a second program would compile while requests wait."""
+    if gpu is None:
+        pytest.skip("Triton says what it compiles, where there is no GPU")
+    step = device_step([(9, 1)] * 9, page_size=4, device="cuda")
+    for stop in range(2, 10):
+        triton_paged.list_pages(step.batch, slice(1, stop), 4, 3 * (stop - 1))
+    assert len(gpu.programs) == 1
