@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from replicas.checkpoints.gguf_folder import LINK, stored_in_gguf
-from replicas.checkpoints.weight_index import Span, is_tied, safetensors_files, table_spans
+from replicas.checkpoints.weight_index import Span, float8_kind, is_tied, safetensors_files, table_spans
 from replicas.config import StoredAs
 from replicas.errors import InvalidConfig
 
@@ -111,7 +111,8 @@ def _stored_by_method(folder: Path, config: Mapping[str, Any]) -> StoredAs | Non
     method = method_of(str(folder), quantization)
     if method.of_experts:
         return StoredAs(about=method.about, experts=method.fits)
-    return StoredAs(about=method.about, products=method.fits)
+    widened = method.fits == "fp8" and float8_kind(folder) == "F8_E5M2"  # no kernel multiplies these
+    return StoredAs(about=method.about, products=None if widened else method.fits)
 
 
 # the newest entry that a folder has is read; `safetensors`, the first, takes every folder. A way to quantise is an

@@ -103,6 +103,13 @@ def _spans(path: Path) -> dict[str, Span]:
         return {}
 
 
+def float8_kind(folder: Path) -> str | None:
+    """Return the type of the first 8-bit floats in a folder's files, as safetensors has it (F8_E4M3, F8_E5M2); None:
+    there are none, or no files. Raises: InvalidConfig for an index that is none."""
+    kinds = (span.kind.split()[0] for name in weight_files(folder) for span in _spans(folder / name).values())
+    return next((kind for kind in kinds if kind.startswith("F8_E")), None)
+
+
 def listing(folder: Path) -> str:
     """Name what a folder holds, for messages."""
     return ", ".join(sorted(p.name for p in folder.iterdir())[:12]) or "nothing"

@@ -259,6 +259,18 @@ def test_a_cpu_widens_as_it_did_and_a_gpu_counts_a_byte(device: Any, products: s
     assert config.weight_number_bytes == ((1, 2) if device == "cuda" else (4, 4))
 
 
+def test_a_gpu_widens_e5m2_and_counts_two_bytes(tmp_path: Path) -> None:
+    def wide(weight: Tensor) -> quantised.Made:
+        numbers = weight.to(torch.float8_e5m2)
+        return {"weight": numbers, "weight_scale": torch.ones(1)}, numbers.float()
+
+    quantised.save(tmp_path, TENSOR, wide)
+    config = load_model_config(str(tmp_path), device="cuda", dtype="bfloat16")
+    assert config.stored is not None
+    assert config.stored.products is None
+    assert config.weight_number_bytes == (2, 2)
+
+
 def test_fp8_is_refused_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cpu = Hardware(device="cpu", num_cpus=1, available_memory_bytes=1 << 30)
     monkeypatch.setattr(launch, "measure_hardware", lambda: cpu)
