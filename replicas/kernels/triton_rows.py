@@ -71,7 +71,7 @@ def enter_rows(ids, source, table, row_len, follows, rows, positions, out_slots)
     at = tl.load(rows + b).to(tl.int64) * row_len + tl.load(positions + b)
     tl.store(table + at, tl.load(out_slots + b).to(tl.int32))
     address, place = tl.load(source), tl.load(follows + b)
-    there = (address >= 0) & (place >= 0)
+    there = (address > 0) & (place >= 0)
     token = tl.load(address.to(tl.pointer_type(tl.int64)) + place, mask=there, other=0)
     tl.store(ids + b, tl.maximum(token, 0), mask=there)
 

@@ -264,7 +264,10 @@ def build_decode(
         input_ids=ids, meta=meta, logits_rows=None, sample_rows=list(range(len(plan.rows))), prompt_rows=[]
     )
     if staging.device.type == "cuda" and gpu.kernels() is not None:
-        assert sampled is None or (sampled.dtype == torch.int64 and sampled.is_contiguous())
+        if sampled is not None:  # the kernel takes its address, and looks at no bounds
+            assert sampled.dtype == torch.int64
+            assert sampled.is_contiguous()
+            assert plan.follows is None or plan.follows.max() < len(sampled), "a row follows a token that is not there"
         batch.followed = source, follows
         meta.snapshots = table.snapshots
         if into is None:

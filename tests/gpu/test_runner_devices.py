@@ -3,6 +3,7 @@
 The same tests run on the CPU everywhere, so that on a GPU only the device is new.
 """
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -136,6 +137,10 @@ def test_input_ids_and_table_of_a_decode_step_are_one_copy_and_one_launch(
         wanted = torch.zeros(5, 16, dtype=torch.int32)
         wanted[[3, 1, 2], [4, 5, 8]] = torch.tensor([50, 60, 90], dtype=torch.int32)
         assert torch.equal(table.slots.cpu(), wanted)
+        if num_kernels and sampled is not None:  # which the kernel would read behind its memory
+            beyond = replace(plan, follows=np.array([2, 0, 3], np.int32))
+            with pytest.raises(AssertionError, match="a row follows a token that is not there"):
+                build_decode(beyond, table, Staging(torch.device("cuda", 0)), size=4, sampled=tokens)
 
 
 class _Slow:
