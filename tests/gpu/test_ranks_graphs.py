@@ -66,7 +66,8 @@ def decode(size: int, seq_len: int) -> DecodePlan:
 
 
 def both_ways(tp: TpGroup, folder: str, nccl: bool) -> tuple[list[int], float]:
-    """Sizes captured on this rank, and the largest difference between steps with graphs and without."""
+    """Sizes captured on this rank, and the largest difference between steps with graphs, which follow what rank 0 alone
+    has sampled, and steps without, which are told."""
     with pytest.MonkeyPatch.context() as patch:
         fake_cuda.install(patch)
         patch.setattr(dist, "ProcessGroupNCCL", Nccl if nccl else type(None), raising=False)
@@ -77,9 +78,15 @@ def both_ways(tp: TpGroup, folder: str, nccl: bool) -> tuple[list[int], float]:
         if graphs is None:
             tp._group = tp._group._gloo
             return [], apart
-        for plan in (decode(1, 9), decode(2, 30)):
-            runner._graphs = graphs
-            replayed = runner.forward(plan)[0].clone()
+        one, two = decode(1, 9), decode(2, 30)
+        for plan, follows in ((one, None), (two, None), (one, [1]), (two, [1, 0])):
+            runner._graphs, given = graphs, plan
+            if follows is not None:
+                sampled = np.array([21, config.model.vocab_size - 9], np.int64)  # of the table's two halves
+                plan = replace(plan, token_ids=sampled[follows].astype(np.int32))
+                given = replace(plan, token_ids=np.zeros_like(plan.rows), follows=np.array(follows, np.int32))
+                runner._sampled = None if tp.rank else torch.from_numpy(sampled).to(fake_cuda.CUDA)
+            replayed = runner.forward(given)[0].clone()
             runner._graphs = None
             made = runner.forward(plan)[0]
             assert made.shape == replayed.shape == (len(plan.rows), 0 if tp.rank else config.model.vocab_size)

@@ -221,7 +221,8 @@ def test_a_follower_that_stands_still_costs_waiting_alone(folder: str, monkeypat
         waits.start()
         try:
             assert sent.wait(60)
-            assert (workers.dead(), found) == (None, {})
+            waits.join(1.5)  # longer than a step, by far, and than any check of the ranks
+            assert (waits.is_alive(), workers.dead(), found) == (True, None, {})
         finally:
             os.kill(workers.pids[0], signal.SIGCONT)
             waits.join(60)
