@@ -3,7 +3,7 @@
 Owns:      the three books of that (load.py, tiers.py, and a feed for each replica: the number of the last event
            applied, events that came too early, requests that ended lately); a replica has one column in all.
            Also what requests have shown: running means of the errors of predictions, how much later than predicted they
-           begin of late, how long they are on their way, and the rates of transfers (fetch.py).
+           begin of late, how long they are on their way, and the rates of KV transfers and fetches (fetch.py).
 Never:     chooses; fetches a snapshot: it says when one is needed; corrects a prediction: an error must stay visible.
 Invariant: a replica is in all three books or in none. Each event is applied once, in the order of the numbers. In sync,
            the index's confirmed pages are those of the replica's cache after event ``seq``, and what else is expected
@@ -483,43 +483,56 @@ class Way:
 
 
 class LinkRates:
-    """The transfer rates between replicas, and the pairs whose last fetch failed."""
+    """The rates of KV transfers and, apart from them, of fetches between replicas, for which a donor spares a part of
+    its time alone; and the pairs whose last fetch failed."""
 
     def __init__(self, clock: Callable[[], float] = lambda: 0.0) -> None:
         self._clock = clock
-        self._rates: deque[float] = deque(maxlen=KEPT)  # of all pairs
-        self._of: OrderedDict[tuple[str, str], deque[float]] = OrderedDict()  # donor, receiver
+        self._rates: deque[float] = deque(maxlen=KEPT)  # of KV transfers
+        self._fetched: deque[float] = deque(maxlen=KEPT)  # of fetches, of all pairs
+        self._of: OrderedDict[tuple[str, str], deque[float]] = OrderedDict()  # of fetches, by donor and receiver
         self._held: dict[tuple[str, str], tuple[float, float]] = {}  # until when, and for how long
-        self._last_s = 0.0  # the last transfer that told something
+        self._last_s = 0.0  # the last fetch that told something; before the first, the last KV transfer
 
     @property
     def measured(self) -> bool:
+        """Whether `bytes_per_s` was measured."""
         return bool(self._rates)
 
     @property
+    def stale(self) -> bool:
+        """Whether what fetches are believed to take was measured, but not of late."""
+        return bool(self._rates or self._fetched) and self._clock() - self._last_s > DOUBLED_S
+
+    @property
     def unsure(self) -> bool:
-        """Whether no transfer has shown of late what links carry: then one fetch at a time is to find out."""
-        return not self._rates or self._clock() - self._last_s > DOUBLED_S
+        """Whether nothing has shown of late what links carry: then one fetch at a time is to find out."""
+        return not (self._rates or self._fetched) or self.stale
 
     @property
     def bytes_per_s(self) -> float:
-        """The rate that a share BELIEVED of the last KEPT transfers do not exceed."""
+        """The rate that a share BELIEVED of the last KEPT KV transfers do not exceed."""
         return _believed(self._rates) if self._rates else ASSUMED_BYTES_PER_S
 
     def record(self, num_bytes: int, transfer_s: float, pair: tuple[str, str] | None = None) -> None:
-        """Add the rate of a completed transfer: ``num_bytes`` from its first page to its last in ``transfer_s``;
-        ``pair``: from which replica to which."""
-        if num_bytes >= TELLING_BYTES and transfer_s > 0:
-            self._note(pair, num_bytes / transfer_s)
-
-    def _note(self, pair: tuple[str, str] | None, rate: float) -> None:
-        self._last_s = self._clock()
-        self._rates.append(rate)
+        """Add the rate of a completed KV transfer or fetch: ``num_bytes`` from its first page to its last in
+        ``transfer_s``; ``pair``: of a fetch, from which replica to which."""
+        if num_bytes < TELLING_BYTES or transfer_s <= 0:
+            return
         if pair is not None:
-            self._of.setdefault(pair, deque(maxlen=KEPT // 4)).append(rate)
-            self._of.move_to_end(pair)
-            if len(self._of) > PAIRS:
-                self._of.popitem(last=False)
+            self._note(pair, num_bytes / transfer_s)
+            return
+        self._rates.append(num_bytes / transfer_s)
+        if not self._fetched:
+            self._last_s = self._clock()
+
+    def _note(self, pair: tuple[str, str], rate: float) -> None:
+        self._last_s = self._clock()
+        self._fetched.append(rate)
+        self._of.setdefault(pair, deque(maxlen=KEPT // 4)).append(rate)
+        self._of.move_to_end(pair)
+        if len(self._of) > PAIRS:
+            self._of.popitem(last=False)
 
     def failed(self, pair: tuple[str, str], *, late: bool, num_bytes: int, after_s: float) -> None:
         """Leave ``pair`` alone for a while. If it was ``late``, the link is as slow as ``num_bytes`` in ``after_s``."""
@@ -531,12 +544,13 @@ class LinkRates:
             self._note(pair, TELLING_BYTES / after_s)
 
     def rates(self, donors: Sequence[str], receivers: Sequence[str], *, hopes: bool = False) -> Floats:
-        """Return [receivers, donors] bytes/s; 0 for a pair that is left alone. ``hopes``: as quick as they may be by
-        now, rather than as measured."""
-        now_s = self._clock()
-        hope = 2.0 ** min((now_s - self._last_s) / DOUBLED_S, 10.0) if hopes and self._rates else 1.0
-        most = max(ASSUMED_BYTES_PER_S, max(self._rates, default=0.0))
-        found = np.full((len(receivers), len(donors)), min(hope * self.bytes_per_s, most))
+        """Return [receivers, donors] bytes/s of fetches; 0 for a pair that is left alone. ``hopes``: as quick as they
+        may be by now, rather than as measured."""
+        now_s, known = self._clock(), self._fetched or self._rates
+        hope = 2.0 ** min((now_s - self._last_s) / DOUBLED_S, 10.0) if hopes and known else 1.0
+        most = max(ASSUMED_BYTES_PER_S, max(known, default=0.0))
+        unmeasured = _believed(known) if known else ASSUMED_BYTES_PER_S
+        found = np.full((len(receivers), len(donors)), min(hope * unmeasured, most))
         if self._of or self._held:
             row = {each: at for at, each in enumerate(receivers)}
             column = {each: at for at, each in enumerate(donors)}

@@ -134,7 +134,7 @@ class Router:
         waits for it. Raises NoReplica if none may take it."""
         decision, pages = self._decide(query, dry_run=False)
         if query.offline:
-            self._num_decisions = decision.number + 1
+            self._num_decisions = legs(decision)[-1].number + 1
             return decision
         self._open(decision, pages, query)
         self._last = decision.replica_id
@@ -224,7 +224,7 @@ class Router:
 
     @property
     def link(self) -> LinkRates:
-        """The rates of transfers; fed with every completed KV transfer, and by `fetched`."""
+        """The rates of KV transfers, which are told to it, and of fetches, by `fetched`."""
         return self._fleet.links
 
     def fetched(self, decision: Decision, num_bytes: int, transfer_s: float, *, failed: bool = False) -> None:
@@ -305,8 +305,7 @@ class Router:
         candidates = look()
         choice = self._policy(query, candidates, self._turn(query, again))
         fetch = candidates.fetch(choice.index)
-        stale = self.link.measured and self.link.unsure
-        if stale and candidates.fetches is not None and fetch is None and again is None:
+        if self.link.stale and candidates.fetches is not None and fetch is None and again is None:
             fetch = look(tries=choice.index).fetch(choice.index)  # a hope that is wrong changes no choice, no estimate
         overlap_tokens = candidates.overlap_tokens
         compared = range(len(views)) if choice.compared is None else choice.compared
@@ -351,12 +350,10 @@ class Router:
         prefills, decodes = prefill_side(eligible, num_tokens=len(query.token_ids)), decode_side(eligible)
         if not decodes.views:
             raise NoReplica(f"{self._why_none(query)}. A decode replica is needed; a prefill replica only hands over")
-        before = None
-        if prefills.views:
-            found = self._fleet.candidates(
-                query, prefills, usable, now_s, max_new_tokens=1, waits=waits[1:], donors=eligible
-            )
-            before = with_pressure(found)
+        look = partial(
+            self._fleet.candidates, query, prefills, usable, now_s, max_new_tokens=1, waits=waits[1:], donors=eligible
+        )
+        before = with_pressure(look()) if prefills.views else None
         after = self._fleet.candidates(
             query, decodes, usable, now_s, max_new_tokens=query.max_new_tokens, waits=waits[:1]
         )
@@ -368,7 +365,10 @@ class Router:
             always=self._always_kv_transfer, prefill_number=number + 1,
         )  # fmt: skip
         made = pair_decision(query, before, after, choice, number=number, keys=keys, now_s=now_s, dry_run=dry_run)
-        return replace(made, overrun=self.overrun.factor)
+        fetch, at = made.fetch, choice.prefill
+        if self.link.stale and at is not None and before is not None and before.fetches is not None:
+            fetch = look(tries=at).fetch(at) if fetch is None and not waits else fetch  # as in `_decide`
+        return replace(made, overrun=self.overrun.factor, fetch=fetch)
 
     def _why_none(self, query: RouteQuery) -> str:
         if not self._fleet.load.ids:

@@ -227,7 +227,8 @@ def test_a_fetch_that_was_late_says_how_slow_the_link_is() -> None:
     decision = f.choose()
     assert decision.fetch is not None
     f.router.fetched(decision, 20 * MB, decision.fetch.within_s, failed=True)
-    assert f.router.link.bytes_per_s == pytest.approx(20 * MB / decision.fetch.within_s)
+    f.now_s += HELD_S
+    assert f.router.link.rates(["a"], ["b"])[0, 0] == pytest.approx(20 * MB / decision.fetch.within_s)
 
 
 def test_while_nothing_is_known_of_links_one_fetch_at_a_time_finds_out() -> None:
@@ -244,15 +245,21 @@ def test_while_nothing_is_known_of_links_one_fetch_at_a_time_finds_out() -> None
     f.done(third)
 
 
-def test_the_prefill_replica_of_a_pair_takes_the_answer_from_the_decode_replica() -> None:
-    """Of 2,000 tokens the prefill replica has computed 960, and the decode replica has 1,936; it is busy, and the link
-    carries 200 MB/s: 61 MB take 0.32 s, to compute them takes 0.98."""
-    f = Fixture()
+def apart(f: Fixture) -> Router:
+    """Return a router of a prefill replica "p", which has computed 960 tokens of PROMPT, and a busy decode replica "d",
+    which has 1,936."""
     p, d = replace(f.b, replica_id="p", role=Role.PREFILL), replace(f.a, replica_id="d", role=Role.DECODE)
     router = Router("estimated_ttft", Random(0), lambda: f.now_s)
     router.update([p, d])
     router.apply("p", [KeysStored(1, f.keys[:60])])
     router.apply("d", [KeysStored(1, f.keys)])
+    return router
+
+
+def test_the_prefill_replica_of_a_pair_takes_the_answer_from_the_decode_replica() -> None:
+    """The link carries 200 MB/s: 61 MB take 0.32 s, to compute them takes 0.98."""
+    f = Fixture()
+    router = apart(f)
     router.link.record(100 * MB, 100 * MB / 2e8, ("d", "p"))
     decision = router.choose(f.query())
     assert (decision.replica_id, decision.prefill_id) == ("d", "p")
@@ -266,3 +273,34 @@ def test_the_prefill_replica_of_a_pair_takes_the_answer_from_the_decode_replica(
     router.check()
     assert router.link.rates(["d"], ["p"])[0, 0] == pytest.approx(2e8, rel=0.1)
     assert router.choose(f.query(one_replica=True)).fetch is None
+
+
+def test_a_fetch_that_was_late_says_nothing_of_kv_transfers() -> None:
+    """It brought nothing of 61 MB. A prompt of another conversation is handed over, in 0.13 s."""
+    f = Fixture()
+    router = apart(f)
+    decision = router.choose(f.query())
+    assert decision.fetch is not None
+    router.fetched(decision, 0, decision.fetch.within_s, failed=True)
+    f.now_s += HELD_S
+    assert router.link.rates(["d"], ["p"])[0, 0] == pytest.approx(MB / decision.fetch.within_s)
+    router.done(decision, RouteOutcome(ending=Ending.OK, ttft_s=1.0))
+    other = router.choose(f.query(salt="other"))
+    assert (other.replica_id, other.prefill_id) == ("d", "p")
+    assert other.pair is not None
+    assert (other.pair.link_measured, other.pair.link_bytes_per_s) == (False, ASSUMED_BYTES_PER_S)
+
+
+def test_a_slow_link_to_a_prefill_replica_is_tried_again_though_kv_transfers_go_on() -> None:
+    """61 MB took 12 s. After 60 s they may take 0.8, and that KV transfers are quick does not tell."""
+    f = Fixture()
+    router = apart(f)
+    router.link.record(100 * MB, 20.0, ("d", "p"))
+    assert router.explain_only(f.query()).fetch is None
+    f.now_s += 60.0
+    router.link.record(100 * MB, 0.1)
+    router.update([replace(view, time_s=f.now_s) for view in router.views])
+    decision, measured = router.explain_only(f.query()), router.explain_only(f.query(salt="other"))
+    assert decision.prefill_id == measured.prefill_id == "p"
+    assert (decision.fetch is not None, measured.fetch) == (True, None)
+    assert decision.overlap_tokens == 960  # no estimate counts on it

@@ -79,6 +79,13 @@ def test_requests_that_would_wait_for_it_hand_the_prompt_over() -> None:
     assert decision.predicted_ttft_s == pytest.approx(1.0 + 0.063 + OVERHEAD_S)
 
 
+def test_no_later_decision_has_the_number_of_a_batch_request_s_prefill_leg() -> None:
+    made = router(view("p0"), view("d0", num_running=3))
+    batch, later = made.choose(query(offline=True)), made.choose(query())
+    assert (batch.prefill_id, pair_of(batch).prefill_number) == ("p0", batch.number + 1)
+    assert later.number == batch.number + 2
+
+
 def test_who_waits_for_pages_from_elsewhere_does_not_wait_for_a_prompt_computed_here() -> None:
     """60 wait for p0, which has 50 s to do; on d0 nobody runs, so that it has the first token after 1.01 s."""
     behind = view("p0", queued_uncached_tokens=50_000)
