@@ -32,6 +32,7 @@ from replicas.request import Req, ReqState
 from replicas.scheduler.plan import LOGITS_CHUNK
 from replicas.scheduler.precedence import Throttle
 from replicas.scheduler.queues import Queues
+from replicas.types import PdLeg
 
 CLIP_NEW_TOKENS = 4096  # no request reserves more output than this: most stop long before a large limit (SGLang)
 MAX_FORCED = 64  # tokens of a run that are taken at once
@@ -211,7 +212,7 @@ class NewTokenRatio:
     def reserve(self, req: Req) -> int:
         """Count the tokens to reserve for the output that ``req`` may still make; a prefill leg makes none here, and
         its states need pages."""
-        if req.is_prefill_leg:
+        if req.leg is not None and req.leg.kv_transfer.leg is PdLeg.PREFILL:  # even if it fetches first
             return self._rule.carried_len
         return int(min(req.max_remaining, CLIP_NEW_TOKENS) * self.value)
 

@@ -174,8 +174,8 @@ def test_the_ratio_decays_to_its_floor_and_jumps_after_a_retraction() -> None:
 def test_a_prefill_leg_reserves_nothing_for_the_output_that_another_replica_makes() -> None:
     ticket = PdTicket(room=1, generation=0, prefill=PeerAddress(host="127.0.0.1", port=1, incarnation="a"))
     ratio, asked = NewTokenRatio(RatioRule(initial=1.0, floor=0.0, decay=0.0)), req(max_new_tokens=100)
-    for role, reserved in ((PdLeg.DECODE, 100), (PdLeg.PREFILL, 0)):
-        asked.leg = Leg(kv_transfer=PdTransfer(leg=role, ticket=ticket))
+    for role, fetch, reserved in ((PdLeg.DECODE, None, 100), (PdLeg.PREFILL, None, 0), (PdLeg.PREFILL, ticket, 0)):
+        asked.leg = Leg(kv_transfer=PdTransfer(leg=role, ticket=ticket, fetch=fetch))
         assert ratio.reserve(asked) == reserved
 
 
