@@ -11,7 +11,7 @@ Thread:    the observatory's event loop.
 
 from collections import Counter, OrderedDict, deque
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from deployments.record.route_log import judged
@@ -43,7 +43,7 @@ class Counted:
     changed_s: float
     first_token: bool = False
     reuse: bool = False
-    kv_transfers: int = 0
+    kv_transfers: Counter[tuple[str, str]] = field(default_factory=Counter)  # by from and to
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,10 +165,9 @@ class Requests:
             if not counted.reuse and row["cached_tokens"] is not None:
                 counted.reuse = True
                 self._recent.reused(first_s, row["cached_tokens"], row["prompt_tokens"])
-        ended = list(kv_transfers)[counted.kv_transfers :]
-        counted.kv_transfers = len(kv_transfers)
-        if new and now_s - came_s > LINKS_S:
-            return  # long over: from a router that is new to us
-        for each in ended:
+        before, counted.kv_transfers = counted.kv_transfers, Counter()
+        for each in kv_transfers:  # a fetch that is told late stands before the transfer of its try
             link = (each["from"], each["to"])
-            self._ends.append(PdTransferEnd(seen_s=now_s, link=link, num_bytes=each["bytes"], ok=each["ok"]))
+            counted.kv_transfers[link] += 1
+            if counted.kv_transfers[link] > before[link] and not (new and now_s - came_s > LINKS_S):  # not long over
+                self._ends.append(PdTransferEnd(seen_s=now_s, link=link, num_bytes=each["bytes"], ok=each["ok"]))

@@ -145,6 +145,17 @@ def test_links_are_of_the_last_ten_seconds_and_each_kv_transfer_counts_once() ->
     requests.check()
 
 
+def test_a_fetch_that_is_told_after_the_transfer_of_its_try_counts_and_the_transfer_once() -> None:
+    """It stands before the transfer, which was counted when it stood alone."""
+    told = Told()
+    fetch, transfer = kv_transfer("d", "p"), kv_transfer("p", "d")
+    told.take([row("x", time=99.0, outcome="running", kv_transfers=[transfer])], 100.0)
+    told.take([row("x", time=99.0, kv_transfers=[fetch, transfer])], 101.0)
+    told.take([row("x", time=99.0, kv_transfers=[fetch, transfer, transfer])], 102.0)
+    shown = {(link["from"], link["to"]): link["kv_transfers_per_s"] for link in told.requests.links()}
+    assert shown == {("d", "p"): 0.1, ("p", "d"): 0.2}
+
+
 def test_a_router_that_hangs_keeps_no_replica_that_has_left() -> None:
     state = State()
     serve = details(listed("one", "router"), listed("two", "router"))
