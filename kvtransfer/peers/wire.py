@@ -37,7 +37,7 @@ from kvtransfer.layout import KvLayout
 from kvtransfer.ports.rank_port import RankInfo
 from kvtransfer.types import Count, KVTransferMeta, PeerAddress, Prefix
 
-VERSION = 3  # of the messages and of the meta
+VERSION = 4  # of the messages and of the meta
 MAX_STRANGER_BYTES = 1024  # of a frame, before the peer has proven that it knows the token
 MAX_FRAME_BYTES = 8 << 20  # an open of 1 M pages
 _LENGTH = struct.Struct(">I")
@@ -74,7 +74,7 @@ class Welcome(_Message, frozen=True, kw_only=True):
 
 class PeerHello(_Message, frozen=True, kw_only=True):
     """An engine, and all that is needed to write into its pools. ``probe``: only asks which engine listens there;
-    ``moves``: for pages of host tiers (kvtransfer/migration), which needs no ranks."""
+    ``migration``: for pages of host tiers (kvtransfer/migration), which needs no ranks."""
 
     address: PeerAddress
     purpose: Purpose
