@@ -303,7 +303,6 @@ class Attempt:
         elif prefill is not None:
             prefill.lease.cancel()  # the decode replica computes the prompt itself
 
-
     def _fetched(self, report: PdTransferReport) -> None:
         self._noted.fetch_report = report
         took_s = report.transfer_s if report.transferred else report.wait_s

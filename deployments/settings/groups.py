@@ -267,7 +267,7 @@ def _yaml_off(value: Any) -> Any:
 
 
 class TransferGroup(Settings):
-    """The group ``transfer``: KV transfers between prefill and decode replicas, and fetches between others."""
+    """The group ``transfer``: KV transfers between prefill and decode replicas, and fetches between any."""
 
     # whether a replica gets cached pages from another one where that is quicker than computing them
     fetch: Literal["auto", "off"] = "off"

@@ -144,6 +144,7 @@ async def test_the_prefill_replica_takes_the_answer_before_from_the_decode_repli
     """Of 150 tokens it has 6 pages, and the decode replica 8. However quick computing is here, they are fetched."""
     monkeypatch.setattr("routing.fetch.GAIN", -1e9)
     monkeypatch.setattr("routing.fetch.GAIN_S", -1e9)
+    monkeypatch.setattr("routing.policies.LEAST_WITHIN_S", 60.0)
     first = apart.request(100, start=6_000, max_new_tokens=40)
     answer = ids(await apart.answer(first))
     num_pages = apart.house.router.num_pages
