@@ -18,7 +18,7 @@ from replicas.kernels.panels import PLAIN, Panels, Rows, pack
 from replicas.kernels.team import Team
 from replicas.kernels.weight_formats import GROUP, NUMBER_BYTES, WeightFormat
 
-FORMATS: tuple[WeightFormat, ...] = get_args(WeightFormat)
+FORMATS: list[WeightFormat] = [each for each in get_args(WeightFormat) if each != "fp8"]  # which GPUs alone have
 EXACT = tuple(PLAIN)
 # outputs: half a panel, and one, three and thirty of them; inputs: less than a group, and more than are summed at once
 SHAPES = [(16, 16), (33, 1), (101, 77), (80, 72), (960, 576), (70, 1552)]
