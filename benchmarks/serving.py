@@ -237,8 +237,13 @@ def overload_rows(options: argparse.Namespace) -> list[Row]:
                 )
                 return asyncio.run(client.run(mixed, load, max_s=options.max_s))
 
-            warm = run(ClosedLoop(concurrency=32), LEAST if options.quick else 96, 1000 + number)
-            carried = carried or len(warm.answered) / warm.wall_s
+            closed = ClosedLoop(concurrency=32), LEAST if options.quick else 96
+            run(*closed, 1000)  # what the first requests compile or touch is not the load's
+            if not carried:
+                best = run(*closed, 2000)
+                if not best.answered:
+                    raise SystemExit(f"serving overload: no request was answered: {next(iter(best.errors))}")
+                carried = len(best.answered) / best.wall_s
             for seed, share in enumerate(LOADS, options.seed + number * len(LOADS)):
                 measured = run(OpenLoop(rate=share * carried, seed=seed), many, seed)
                 runs.setdefault((queue, share), []).append(measured)

@@ -115,10 +115,9 @@ def test_each_order_of_the_queue_gets_the_same_prompts_at_the_same_times_and_no_
     monkeypatch.setattr(serving, "Client", lambda url, model: argparse.Namespace(run=run))
     rows = serving.overload_rows(argparse.Namespace(quick=True, rounds=2, seed=0, max_s=240.0))
     assert served == ["lpm", "on_time", "on_time", "lpm"]
-    many = len(client.loads) // 4
-    lpm_first, on_time_first, on_time_second, lpm_second = (
-        list(zip(client.loads, client.workloads, strict=True))[at + 1 : at + many] for at in range(0, 4 * many, many)
-    )
+    sent = [each for each in zip(client.loads, client.workloads, strict=True) if isinstance(each[0][0], OpenLoop)]
+    many = len(serving.LOADS)
+    lpm_first, on_time_first, on_time_second, lpm_second = (sent[at : at + many] for at in range(0, 4 * many, many))
     assert lpm_first == on_time_first
     assert lpm_second == on_time_second
     rates = [load.rate for (load, _), _ in lpm_first if isinstance(load, OpenLoop)]
