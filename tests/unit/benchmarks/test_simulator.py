@@ -288,7 +288,9 @@ def test_a_fetch_tells_the_router_how_fast_the_link_is_and_not_how_long_the_dono
     assert (cluster.num_fetched, cluster.num_failed) == (2_000, 0)
     assert sum(record.cached_tokens for record in records) == 8 * 2_000
     assert cluster.router is not None
-    assert cluster.router.link.bytes_per_s == pytest.approx(1e7)
+    ids = [view.replica_id for view in cluster.router.views]
+    assert len(ids) == 2
+    assert cluster.router.link.rates(ids, ids).tolist() == [pytest.approx([1e7, 1e7])] * 2
 
 
 def test_what_is_fair_by_hand() -> None:
