@@ -256,7 +256,6 @@ def pair_decision(
         pair=choice.pair,
         gone_tokens=int(computes.terms.gone_tokens[at]),
         prefill_tokens_per_s=float(computes.terms.prefill_tokens_per_s[at]),
-        fetch=computes.fetch(at),
     )
 
 

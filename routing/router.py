@@ -26,13 +26,14 @@ from routing.index import pages_of
 from routing.load import Eligible
 from routing.page_owners import Pages
 from routing.pair import choose_pair, costs_of, decode_side, pair_decision, prefill_side, with_pressure
-from routing.policies import POLICIES, Turn
+from routing.policies import POLICIES, Candidates, Turn
 from routing.types import (
     Decision,
     Ending,
     IndexEvent,
     IndexSnapshot,
     NoReplica,
+    PageFetch,
     ReplicaView,
     RouteLeg,
     RouteOutcome,
@@ -304,9 +305,6 @@ class Router:
         )  # fmt: skip
         candidates = look()
         choice = self._policy(query, candidates, self._turn(query, again))
-        fetch = candidates.fetch(choice.index)
-        if self.link.stale and candidates.fetches is not None and fetch is None and again is None:
-            fetch = look(tries=choice.index).fetch(choice.index)  # a hope that is wrong changes no choice, no estimate
         overlap_tokens = candidates.overlap_tokens
         compared = range(len(views)) if choice.compared is None else choice.compared
         best, terms = int(overlap_tokens.argmax()), candidates.terms
@@ -333,9 +331,17 @@ class Router:
             dry_run=dry_run,
             gone_tokens=int(terms.gone_tokens[choice.index]),
             prefill_tokens_per_s=float(terms.prefill_tokens_per_s[choice.index]),
-            fetch=fetch,
+            fetch=self._fetch(look, candidates, choice.index, first=again is None),
         )
         return decision, pages
+
+    def _fetch(self, look: Callable[..., Candidates], found: Candidates, at: int, *, first: bool) -> PageFetch | None:
+        """Return what the request fetches at candidate ``at`` of those that ``look`` ``found``. ``first``: it was not
+        sent before, so it may try a link that was slow; a hope that is wrong changes no choice and no estimate."""
+        fetch = found.fetch(at)
+        if fetch is None and first and found.fetches is not None and self.link.stale:
+            fetch = look(tries=at).fetch(at)
+        return fetch
 
     def _turn(self, query: RouteQuery, again: Decision | None) -> Turn:
         """Make the turn; a look at ``again`` does not change what `choose` draws next."""
@@ -365,9 +371,10 @@ class Router:
             always=self._always_kv_transfer, prefill_number=number + 1,
         )  # fmt: skip
         made = pair_decision(query, before, after, choice, number=number, keys=keys, now_s=now_s, dry_run=dry_run)
-        fetch, at = made.fetch, choice.prefill
-        if self.link.stale and at is not None and before is not None and before.fetches is not None:
-            fetch = look(tries=at).fetch(at) if fetch is None and not waits else fetch  # as in `_decide`
+        if before is None or choice.prefill is None:
+            fetch = None
+        else:
+            fetch = self._fetch(look, before, choice.prefill, first=not waits)
         return replace(made, overrun=self.overrun.factor, fetch=fetch)
 
     def _why_none(self, query: RouteQuery) -> str:

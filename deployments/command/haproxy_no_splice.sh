@@ -60,7 +60,8 @@ END
     # They stay, until one refuses a connection: then there is Serve's own proxy. $PPID is HAProxy's manager.
     served=$(dirname "$config")/served-$PPID
     kept=' '
-    for name in $(sed -n -E '/^backend default_backend/d;s/^backend //p' "$config"); do
+    backends=$(sed -n -E '/^backend default_backend/d;s/^backend //p' "$config")
+    for name in $backends; do
         routers=$(sed -n "/^backend $name\$/,/^backend /p" "$config" | sed -n -E 's/^ *(server SERVE_REPLICA[^ ]* [^ ]+) .*/\1/p')
         if [ -n "$routers" ]; then
             echo "$routers" | sed 's/.*/    & check observe layer4 error-limit 1 on-error mark-down/' >"$served-$name"
@@ -107,7 +108,7 @@ if [ "$1 $2" = "-db -f" ]; then
     for route in $MANTA_HAPROXY_ROUTES; do
         sed -i "/^backend default_backend/a\\$starting if { path $route } || { path_beg ${route%/}/ }" "$config"
     done
-    for backend in ${MANTA_HAPROXY_ROUTES:+$(sed -n -E '/^backend default_backend/d;/^backend .*-(probes|late)$/d;s/^backend //p' "$config")}; do
+    for backend in ${MANTA_HAPROXY_ROUTES:+$backends}; do
         [ -e "$served-$backend" ] || sed -i "/^backend $backend\$/a\\$starting" "$config"
     done
     "${MANTA_PYTHON:-python3}" -I "$(dirname "$0")/haproxy_stand_in.py" $$ $PPID "$binary" "$config" &

@@ -71,7 +71,6 @@ class Window:
         some = slice(self.columns[0] // GROUP, self.columns[1] // GROUP)
         return numbers[:, slice(*self.columns)], scales[:, some], None if least is None else least[:, some]
 
-
     def eights(self) -> tuple[Tensor, Tensor, int] | None:
         if not isinstance(self.source, Floats8):
             return None

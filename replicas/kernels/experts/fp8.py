@@ -29,6 +29,7 @@ STEP = 16  # that both sizes of a weight are multiples of, for PyTorch's product
 LEAST = 16  # inputs that share a scale: what a tensor core takes at once
 BLOCK = 1024  # numbers of a row that are rounded at a time
 WITH_E4M3 = (8, 9)  # compute capability of the first GPUs that convert it
+Eights = tuple[Tensor, Tensor, int]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -72,12 +73,12 @@ def round_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
 def keeps(rows: Rows, device: torch.device, *, rounds: bool) -> bool:
     """Tell whether weights are multiplied in 8 bits: stored e4m3 numbers are, where ``device`` can, and others if
     ``rounds``. What is widened instead is logged."""
-    parts = [None if isinstance(piece, Tensor) else piece.eights() for piece in rows.pieces]
-    if not rounds and any(part is None for part in parts):
+    parts = _stored(rows)
+    if not rounds and None in parts:
         return False
-    reason = why_not(device)
-    if reason is None and _wide(rows) < LEAST:
-        reason = f"ranks that cut the inputs of a scale less finely than {_wide(rows)}: another parallel.tp"
+    reason, wide = why_not(device), _wide(rows, parts)
+    if reason is None and wide < LEAST:
+        reason = f"ranks that cut the inputs of a scale less finely than {wide}: another parallel.tp"
     if reason is not None:
         _tell(f"weights: some are widened from fp8, which need {reason}")
     return reason is None
@@ -88,20 +89,24 @@ def _tell(what: str) -> None:
     log.warning(what)
 
 
-def _wide(rows: Rows) -> int:
-    """Compute of how many inputs each scale is where weights lie one below the other."""
-    parts = [None if isinstance(piece, Tensor) else piece.eights() for piece in rows.pieces]
+def _stored(rows: Rows) -> list[Eights | None]:
+    """Return each piece's e4m3 numbers, as `StoredWeight.eights` has them; None for one that is stored otherwise."""
+    return [None if isinstance(piece, Tensor) else piece.eights() for piece in rows.pieces]
+
+
+def _wide(rows: Rows, parts: list[Eights | None]) -> int:
+    """Compute of how many inputs each scale is where ``parts``, the pieces of ``rows``, lie one below the other."""
     cut = [part[2] for part in parts if part is not None and part[1].shape[1] > 1]
     return math.gcd(*cut) if cut else rows.shape[1]
 
 
 def pack(rows: Rows, device: torch.device, dtype: torch.dtype) -> Weight8:
     """Bring weights [N, K] that `keeps` allows to ``device``: stored e4m3 numbers as they are, others rounded."""
-    (n, k), wide, first = rows.shape, _wide(rows), 0
+    (n, k), parts, first = rows.shape, _stored(rows), 0
+    wide = _wide(rows, parts)
     numbers = torch.empty(n, k, dtype=E4M3, device=device)
     scales = torch.empty(n, -(-k // wide), dtype=torch.float32, device=device)
-    for piece in rows.pieces:
-        stored = None if isinstance(piece, Tensor) else piece.eights()
+    for piece, stored in zip(rows.pieces, parts, strict=True):
         for start in range(0, piece.shape[0], CHUNK_ROWS):
             stop = min(start + CHUNK_ROWS, piece.shape[0])
             if stored is None:
