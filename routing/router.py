@@ -331,17 +331,9 @@ class Router:
             dry_run=dry_run,
             gone_tokens=int(terms.gone_tokens[choice.index]),
             prefill_tokens_per_s=float(terms.prefill_tokens_per_s[choice.index]),
-            fetch=self._fetch(look, candidates, choice.index, first=again is None),
+            fetch=_fetch(look, candidates, choice.index, tries=again is None and self.link.stale),
         )
         return decision, pages
-
-    def _fetch(self, look: Callable[..., Candidates], found: Candidates, at: int, *, first: bool) -> PageFetch | None:
-        """Return what the request fetches at candidate ``at`` of those that ``look`` ``found``. ``first``: it was not
-        sent before, so it may try a link that was slow; a hope that is wrong changes no choice and no estimate."""
-        fetch = found.fetch(at)
-        if fetch is None and first and found.fetches is not None and self.link.stale:
-            fetch = look(tries=at).fetch(at)
-        return fetch
 
     def _turn(self, query: RouteQuery, again: Decision | None) -> Turn:
         """Make the turn; a look at ``again`` does not change what `choose` draws next."""
@@ -374,7 +366,7 @@ class Router:
         if before is None or choice.prefill is None:
             fetch = None
         else:
-            fetch = self._fetch(look, before, choice.prefill, first=not waits)
+            fetch = _fetch(look, before, choice.prefill, tries=not waits and self.link.stale)
         return replace(made, overrun=self.overrun.factor, fetch=fetch)
 
     def _why_none(self, query: RouteQuery) -> str:
@@ -390,3 +382,12 @@ class Router:
             f"request {query.rid} wants {wanted}; of {len(passed_over)} replicas {', '.join(passed_over)}: "
             "try again in a moment, or permit more replicas"
         )
+
+
+def _fetch(look: Callable[..., Candidates], found: Candidates, at: int, *, tries: bool) -> PageFetch | None:
+    """Return what a request fetches at candidate ``at`` of those that ``look`` ``found``. ``tries``: also over a link
+    that was slow, to find out whether it is quicker by now; a hope that is wrong changes no choice and no estimate."""
+    fetch = found.fetch(at)
+    if fetch is None and tries and found.fetches is not None:
+        fetch = look(tries=at).fetch(at)
+    return fetch
