@@ -59,8 +59,10 @@ def announce(
     out = sys.stdout if out is None else out
     urls = {each.name: _url(schema, each.route_prefix) for each in schema.applications}
     rows: list[tuple[str, str]] = []
+    for each in schema.applications:
+        if each.import_path != OBSERVATORY:  # of which `Observatories` has had an answer
+            wait_open(urls[each.name])
     for name, config in configs.items():
-        wait_open(urls[name])
         counts = {
             role: applications[name].deployments[DEPLOYMENTS[role]].replica_states.get("RUNNING", 0)
             for role in roles_of(config)

@@ -207,8 +207,10 @@ class Running:
         return list(self.info()["internal_states"])
 
     def info(self) -> dict[str, Any]:
-        """What the server says of itself; asked for again while Serve's proxy, slow on a busy machine, is replaced."""
-        return dict(PATIENT_HTTP.get(f"{self.url}/get_server_info", headers=self._shown, timeout=30).json())
+        """What the server says of itself; asked for again while Serve's proxy, slow on a busy machine, is replaced.
+        Raises: httpx.HTTPStatusError for an answer that says no."""
+        answer = PATIENT_HTTP.get(f"{self.url}/get_server_info", headers=self._shown, timeout=30)
+        return dict(answer.raise_for_status().json())
 
     def serves_with(self, replicas: int) -> bool:
         """Whether it is healthy, and so many replicas tell of themselves; not while its proxy or router is replaced."""

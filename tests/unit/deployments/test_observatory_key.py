@@ -136,6 +136,15 @@ def test_ready_is_said_when_haproxy_has_heard_of_the_router_too() -> None:
     assert len(pauses) == 62
 
 
+def test_a_start_waits_for_haproxy_before_an_application_that_is_not_ours_too() -> None:
+    answers = [503, 503, 404]  # the last: it is there, and has no /ping
+    other = {"name": "other", "route_prefix": "/", "import_path": "other.app:build"}
+    with answering(lambda *_: (answers.pop(0), b"{}")) as port:
+        found = ServeDeploySchema.model_validate({"applications": [other], "http_options": {"port": port}})
+        announce(found, {}, {}, lambda text: None, watched_at=[], logs="/l")
+    assert answers == []
+
+
 NO_ANSWERS = (b"{}", b"[]", b'{"internal_states": [{}]}', b"<html>")
 
 
