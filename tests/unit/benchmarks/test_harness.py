@@ -14,22 +14,10 @@ def test_a_row_is_the_median_with_its_spread_and_its_share_of_the_limit() -> Non
     assert (row.value, row.low, row.high, row.runs, row.share) == (28.0, 20.0, 30.0, 3, 0.7)
 
 
-def test_a_row_without_runs_is_refused() -> None:
-    with pytest.raises(ValueError, match="decode: batch 1 has no runs"):
-        Row.of("decode", "batch 1", [], "tok/s")
-
-
 def test_percentiles_are_linear_between_ranks() -> None:
     values = [4.0, 1.0, 3.0, 2.0]
     assert [percentile(values, q) for q in (0, 50, 75, 100)] == [1.0, 2.5, 3.25, 4.0]
     assert percentile([7.0], 99) == 7.0
-
-
-def test_percentiles_of_nothing_or_beyond_100_are_refused() -> None:
-    with pytest.raises(ValueError, match="no values"):
-        percentile([], 50)
-    with pytest.raises(ValueError, match=r"\[0, 100\]"):
-        percentile([1.0], 101)
 
 
 def test_json_has_rows_and_what_they_depend_on() -> None:
@@ -38,22 +26,8 @@ def test_json_has_rows_and_what_they_depend_on() -> None:
     assert set(report["git"]) == {"commit", "changed"}
     assert {"cpu", "cores", "memory_gib", "load_average", "python", "packages"} <= set(report["machine"])
     assert report["machine"]["packages"]["numpy"]
-    assert report["rows"] == [
-        {
-            "section": "s",
-            "name": "n",
-            "figure": "",
-            "value": 1.0,
-            "unit": "s",
-            "low": 1.0,
-            "high": 1.0,
-            "runs": 1,
-            "limit": 2.0,
-            "share": 0.5,
-            "target": None,
-            "note": "",
-        }
-    ]
+    told = {"section": "s", "name": "n", "value": 1.0, "unit": "s", "low": 1.0, "high": 1.0, "runs": 1, "limit": 2.0}
+    assert report["rows"] == [{**told, "share": 0.5, "figure": "", "target": None, "note": ""}]
 
 
 def test_every_second_round_begins_with_the_last_way() -> None:

@@ -15,9 +15,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from benchmarks.live_app import ServerFailed
 from benchmarks.peers import __main__ as command_line
-from benchmarks.peers import servers
 from benchmarks.peers.compare import Cell, Comparison, same
-from benchmarks.peers.servers import Command, InstallFailed, Recipe, ensure, installed, running
+from benchmarks.peers.servers import Command, running
 from benchmarks.peers.systems import Place, Serving, System, Words
 from benchmarks.workloads import Workload, random_lengths, shared_prefix
 from tests.serve.running import free_port
@@ -165,14 +164,6 @@ def test_what_was_measured_is_reported_even_if_something_unforeseen_ends_the_com
     assert [(row["name"], row["value"], row["note"]) for row in rows] == [("a", 1, ""), ("b", 0, "not run")]
 
 
-def test_a_server_that_dies_at_its_start_says_what_its_log_says_last(tmp_path: Path) -> None:
-    program = "import sys; print('loading'); print('no such operator: nms'); sys.exit(3)"
-    command = Command(argv=[sys.executable, "-c", program], env={}, port=free_port(), model="m")
-    with pytest.raises(ServerFailed, match=r"ended with 3 while it started; .*no such operator: nms"):  # noqa: SIM117
-        with running(command, tmp_path / "log", start_s=30):
-            pass
-
-
 def test_a_server_that_is_never_ready_is_killed_with_its_children(tmp_path: Path) -> None:
     command = Command(argv=_with_a_child(tmp_path / "alive"), env={}, port=free_port(), model="m")
     with pytest.raises(ServerFailed, match="was not ready after 1 s"):  # noqa: SIM117
@@ -203,36 +194,6 @@ def _processes_with(argument: str) -> list[str]:
             if argument in line:
                 found.append(line)
     return found
-
-
-def test_a_program_that_is_not_there_is_a_failed_start(tmp_path: Path) -> None:
-    command = Command(argv=[str(tmp_path / "vllm")], env={}, port=free_port(), model="m")
-    with pytest.raises(ServerFailed, match="cannot be run: No such file"):  # noqa: SIM117
-        with running(command, tmp_path / "log", start_s=1.0):
-            pass
-
-
-def test_an_installation_without_time_is_a_failure_that_leaves_no_mark(tmp_path: Path) -> None:
-    recipe = Recipe(name="x", pip=(("install", "x"),))
-    with pytest.raises(InstallFailed, match="was not done when the time for it was over"):
-        ensure(recipe, limit_s=0.0, peers=tmp_path)
-    assert not installed(recipe, tmp_path)
-
-
-def test_an_installation_out_of_time_leaves_no_compiler_running(tmp_path: Path) -> None:
-    log = tmp_path / "log"
-    with log.open("wb") as out, pytest.raises(InstallFailed, match="was not done when the time for it was over"):
-        servers._run(_with_a_child(tmp_path / "alive"), Recipe(name="x", pip=()), log, out.fileno(), 1.0)
-    assert _none_soon(str(tmp_path / "alive"))
-
-
-def test_an_environment_of_another_recipe_is_not_todays(tmp_path: Path) -> None:
-    recipe = Recipe(name="x", pip=(("install", "x==1"),))
-    (tmp_path / "x").mkdir()
-    mark = {"recipe": {"name": "x", "pip": [["install", "x==1"]], "env": {}, "files": {}}}
-    (tmp_path / "x" / ".installed.json").write_text(json.dumps(mark))
-    assert installed(recipe, tmp_path)
-    assert not installed(Recipe(name="x", pip=(("install", "x==2"),)), tmp_path)
 
 
 def test_prompts_of_words_are_the_same_tokens_as_text_and_as_ids(words: Words) -> None:

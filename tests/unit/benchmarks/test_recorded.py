@@ -62,14 +62,6 @@ def test_a_recording_is_read_in_order_of_arrival_and_what_was_refused_would_have
     assert (recording.num_lost, list(recording.replicas), recording.ttfts_s) == (2, ["r0"], [0.5, 0.5])
 
 
-@pytest.mark.parametrize("text", ["nothing", '{"time_s": 1.0, "prompt": 3}', '{"time_s": "x", "blocks": ""}'])
-def test_a_line_that_is_not_of_a_recording_is_named(tmp_path: pathlib.Path, text: str) -> None:
-    path = tmp_path / "r.jsonl"
-    path.write_text(json.dumps(FACTS) + "\n" + text + "\n")
-    with pytest.raises(ValueError, match="line 2, is not of a recording"):
-        read(path)
-
-
 def test_simulated_prompts_share_a_prefix_as_far_as_their_hashes_agree_answers_included(tmp_path: pathlib.Path) -> None:
     """The second prompt repeats the first one and its answer."""
     recording = written(tmp_path / "r.jsonl", line(0, A + B, 20, output=13), line(1, A + B + C, 48, output=2))
@@ -172,9 +164,3 @@ def test_the_speed_of_a_fleet_is_found_in_its_recording_and_gives_its_times_agai
     again = [each.ttft_s for each in cluster.run()]
     for q in (50, 95):
         assert percentile(again, q) == pytest.approx(percentile(recording.ttfts_s, q), rel=0.05), q
-
-
-def test_too_few_requests_are_not_fitted(tmp_path: pathlib.Path) -> None:
-    recording = written(tmp_path / "r.jsonl", *(line(at, A, 20, model_replica="r0") for at in range(9)))
-    with pytest.raises(ValueError, match="9 requests of the recording were answered whole; 10 are needed"):
-        calibrate(recording)

@@ -111,30 +111,12 @@ def test_a_tail_without_a_block_is_shared_with_no_request(tmp_path: pathlib.Path
     assert not (first[512:1024] == second[512:1024]).any()
 
 
-def test_a_bad_line_is_named(tmp_path: pathlib.Path) -> None:
-    trace = tmp_path / "trace.jsonl"
-    trace.write_text('{"timestamp": 0, "input_length": 5, "output_length": 1, "hash_ids": [0]}\n{"timestamp": 0}\n')
-    with pytest.raises(ValueError, match="line 2 is not a request: KeyError"):
-        read_trace(trace)
-
-
 def test_a_next_turn_holds_the_last_answer_and_waits_for_it() -> None:
     chats = workloads.multi_turn(num_users=1, num_turns=2, turn_len=10, output_len=4, vocab_size=1000, seed=0)
     first, second = of_workload(chats, requests_per_s=1.0, think_s=7.0, seed=0)
     assert (second.after, second.arrival_s) == (0, 7.0)
     assert second.input_len == 24
     assert (second.token_ids()[:14] == first.token_ids()).all()
-
-
-def test_a_request_that_no_pool_holds_is_refused_with_the_sizes() -> None:
-    cluster = Cluster("round_robin", [request(0, blocks=range(101))], Setup(num_replicas=1, build=HAND))
-    with pytest.raises(ValueError, match="needs 10101 tokens; a context has 10000 and a pool 10000: raise --pool-tok"):
-        cluster.run()
-
-
-def test_no_replica_is_refused() -> None:
-    with pytest.raises(ValueError, match="0 replicas of 100 pages were wanted: take at least one"):
-        Cluster("round_robin", [], Setup(num_replicas=0, build=HAND))
 
 
 def test_a_report_is_made_between_steps_and_heard_late() -> None:

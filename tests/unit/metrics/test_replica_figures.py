@@ -24,6 +24,7 @@ FACTS = {
     "transfer_backend": "none",
 }  # fmt: skip
 MORE: dict[str, Any] = {"page_bytes": 1000, "start_times": {"load_weights": 1.5, "total": 4.0}}
+DRAFTED = {"drafted_tokens": {"text": 9, "tree": 7}, "accepted_tokens": {"text": 5}}
 POOL = PoolStats(
     page_size=16, num_pages=100, free_pages=40, evictable_pages=30, protected_pages=20, reserved_pages=7,
     quarantined_pages=3,
@@ -51,11 +52,6 @@ def test_the_states_of_the_pool_sum_to_its_capacity() -> None:
     assert sum(states.values()) == seen.value("kv_pool_capacity_tokens", tier="L1") == 1600
     assert seen.value("kv_pool_capacity_bytes", tier="L1") == 100_000
     assert seen.value("kv_pool_utilization_ratio", tier="L1") == pytest.approx(0.3)
-
-
-def test_looks_that_found_pages_lost_are_told() -> None:
-    """SPEC D16; the alert PagesLost reads it."""
-    assert scrape(dataclasses.replace(stats(), failed_checks=3)).value("kv_pool_failed_checks_total", tier="L1") == 3
 
 
 def test_tiers_are_told_with_what_they_hold_and_did() -> None:
@@ -177,24 +173,22 @@ def test_what_an_engine_did_is_counted() -> None:
     assert scrape(engine.stats()).total("cache_evicted_tokens_total", reason="flush") > 0
 
 
-def test_mixed_steps_are_counted_apart_from_the_phases() -> None:
-    """An engine brings one about in unit/scheduler/test_mixed.py: 11 tokens of three rows, all of them prefill."""
-    seen = scrape(dataclasses.replace(stats(), num_extend_steps=5, num_mixed_steps=3))
-    assert seen.value("scheduler_mixed_steps_total") == 3
-
-
-def test_constrained_requests_and_forced_tokens_are_counted() -> None:
-    """An engine counts them in numerics/test_constrained_answers.py."""
-    seen = scrape(dataclasses.replace(stats(), num_constrained=2, forced_tokens=17))
-    assert seen.value("scheduler_constrained_requests_total") == 2
-    assert seen.value("scheduler_forced_tokens_total") == 17
-
-
-def test_drafted_tokens_are_counted_by_source_and_outcome() -> None:
-    """An engine counts them in numerics/test_speculation.py."""
-    seen = scrape(dataclasses.replace(stats(), drafted_tokens={"text": 9, "tree": 7}, accepted_tokens={"text": 5}))
-    assert seen.values("scheduler_draft_tokens_total", "source") == {"text": 9, "tree": 7}
-    assert seen.values("scheduler_draft_tokens_total", "outcome") == {"accepted": 5, "rejected": 11}
+@pytest.mark.parametrize(
+    ("changed", "metric", "label", "told"),
+    [
+        ({"failed_checks": 3}, "kv_pool_failed_checks_total", "tier", {"L1": 3}),  # SPEC D16; PagesLost reads it
+        ({"num_extend_steps": 5, "num_mixed_steps": 3}, "scheduler_mixed_steps_total", "replica", {"r0": 3}),
+        ({"num_constrained": 2}, "scheduler_constrained_requests_total", "replica", {"r0": 2}),
+        ({"forced_tokens": 17}, "scheduler_forced_tokens_total", "replica", {"r0": 17}),
+        (DRAFTED, "scheduler_draft_tokens_total", "source", {"text": 9, "tree": 7}),
+        (DRAFTED, "scheduler_draft_tokens_total", "outcome", {"accepted": 5, "rejected": 11}),
+    ],
+)
+def test_what_an_engine_counts_by_itself_is_told_under_its_name(
+    changed: dict[str, Any], metric: str, label: str, told: dict[str, float]
+) -> None:
+    """Engines count these in unit/scheduler/test_mixed.py, numerics/test_constrained_answers.py, test_speculation.py."""
+    assert scrape(dataclasses.replace(stats(), **changed)).values(metric, label) == told
 
 
 def test_kv_transfers_are_told_where_the_engine_takes_part_in_any() -> None:

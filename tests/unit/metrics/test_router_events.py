@@ -3,28 +3,23 @@
 import asyncio
 import contextlib
 import dataclasses
-import time
-import timeit
 from collections.abc import AsyncIterator, Callable
 
-import numpy as np
 import pytest
-from prometheus_client import generate_latest
 from prometheus_client.openmetrics import exposition as openmetrics
 
 from dashboards.catalog import ANSWERING, STAGES, Process
 from deployments.dispatch.dispatcher import Saturated
 from deployments.http.http_errors import GenerationFailed
 from deployments.http.streaming import merged
-from deployments.record.route_log import MOST_ADAPTERS, OBJECTIVES, Following, RequestWatch, RouteLog, judged
+from deployments.record.route_log import MOST_ADAPTERS, judged
 from deployments.record.timeline import Arrival, Timeline
 from deployments.watch.metrics.emitter import Emitter, Identity
 from deployments.watch.metrics.router_events import RETRIES, RouterEvents
 from deployments.watch.metrics.router_metrics import RouterFigures
 from replicas.errors import Fault, InvalidRequest, MantaError
-from replicas.types import AdapterRef, Finish, FinishReason, GenerateRequest, PdTransferReport, TokenDelta, Usage
+from replicas.types import AdapterRef, Finish, FinishReason, GenerateRequest, PdTransferReport, TokenDelta
 from routing.types import NoReplica, PageFetch, Role
-from routing.why import PromptHistory
 from tests.scraped import Scraped
 from tests.unit.deployments.in_process import PAGE_SIZE, House, ScriptedReplica
 from tests.unit.deployments.pair_in_process import Desks, PdTransferReplica
@@ -355,38 +350,3 @@ async def test_kv_transfers_and_why_they_were_decided_are_counted(came: bool) ->
     assert seen.value("router_fetch_seconds_total") == 0.75
     assert seen.value("router_fetched_tokens_total") == (16 if came else 0)
     await watched.house.stop()
-
-
-USAGE = Usage(prompt_tokens=4, completion_tokens=1, cached_tokens=0)
-TOKEN = TokenDelta(rid="a", token_ids=(5,), usage=USAGE)
-LAST = TokenDelta(rid="a", token_ids=(5,), usage=USAGE, finish=Finish(reason=FinishReason.LENGTH))
-REQUEST = GenerateRequest(rid="a.0-b", token_ids=np.arange(4, dtype=np.int32))
-
-
-def following(watch: RequestWatch) -> Following:
-    """A request that has its first token; no decision is made of it."""
-    arrival = Arrival(endpoint="chat", arrived_s=time.monotonic())
-    prompts = PromptHistory(16, time.monotonic)
-    found = Following(REQUEST, arrival, routes=RouteLog(), prompts=prompts, watch=watch, clock=time.monotonic)
-    found.timeline.saw(TOKEN, time.monotonic())
-    return found
-
-
-def best_us(work: Callable[[], object], *, number: int) -> float:
-    """The processor's time: on a machine that others use too most of a clock's is theirs."""
-    return min(timeit.repeat(work, number=number, repeat=7, timer=time.thread_time)) / number * 1e6
-
-
-def test_a_token_costs_microseconds_and_a_scrape_milliseconds() -> None:
-    """Measured 0.35 us, 30 us and 4 ms; a router makes thousands of tokens a second."""
-    emitter = Emitter(Process.ROUTER, Identity(model="m", role="router", replica="r"), disaggregated=True)
-    watch = RouterEvents(emitter, objectives=OBJECTIVES, disaggregated=True)
-    one = following(watch)
-
-    def whole() -> None:
-        with following(watch) as request:
-            request.timeline.saw(LAST, time.monotonic())
-
-    assert best_us(lambda: one.saw(TOKEN), number=20_000) < 5.0
-    assert best_us(whole, number=2_000) < 500.0
-    assert best_us(lambda: generate_latest(emitter.registry), number=10) < 100_000.0
