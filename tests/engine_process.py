@@ -43,7 +43,7 @@ TRANSFER_S = 30.0  # the service's deadlines: pages that are missing show as a f
 STATE_S = 5.0  # for the state of an engine that did not answer, and for the stacks of each process
 IMPORTED = ["replicas.launch", "replicas.engine.loop", "replicas.engine.ranks"]
 TOKEN = b"secret of the cluster"
-Probe = Callable[[], Callable[[], object]]  # called there before the engine is made; what it returns answers `probed`
+Probe = Callable[[], object]  # called there before the engine is made
 
 
 def prepared() -> ForkServerContext:
@@ -154,14 +154,6 @@ class EngineProcess:
     def pool(self) -> PoolStats:
         return self.stats().pool
 
-    def probed(self) -> Any:
-        """Return what the probe says now."""
-        return self._ask("probe")
-
-    def fault(self) -> str:
-        """Return why it should be replaced, or nothing; also of an engine whose step hangs."""
-        return str(self._ask("fault"))
-
     def signal(self, number: signal.Signals) -> None:
         """Send SIGSTOP, SIGCONT or SIGKILL."""
         assert self._process.pid is not None
@@ -216,7 +208,8 @@ class EngineProcess:
 def _main(pipe: Connection, settings: ProcessSettings, dumps: str) -> None:
     tell_stacks(dumps)
     torch.set_num_threads(1)
-    probed = settings.probe() if settings.probe is not None else lambda: None
+    if settings.probe is not None:
+        settings.probe()
     engine = load_engine(
         EngineSettings(
             model=settings.model,
@@ -252,12 +245,8 @@ def _main(pipe: Connection, settings: ProcessSettings, dumps: str) -> None:
             loop.submit(message, send)
         elif isinstance(message, _Abort):
             loop.abort(message.rid)
-        elif message == "probe":
-            send(_Answer(probed()))
         elif message == "state":
             send(_Answer(loop.stats()))  # whatever the engine's thread does
-        elif message == "fault":
-            send(_Answer(str(loop.fault or "")))
         else:
             send(_Answer(asyncio.run(loop.run_on_engine(_checked))))
     loop.stop()

@@ -44,11 +44,10 @@ def save_model(folder: Path) -> str:
     return str(folder)
 
 
-def engine(model: str, *, tp: int = 1, probe: Probe | None = None, heartbeat_misses: int = 3) -> EngineProcess:
+def engine(model: str, *, probe: Probe | None = None) -> EngineProcess:
     settings = ProcessSettings(
-        model=model, page=16, chunk=32, transport="cma", tp=tp, context_len=4096, pool_tokens=16384, probe=probe,
-        heartbeat_misses=heartbeat_misses,
-    )  # fmt: skip
+        model=model, page=16, chunk=32, transport="cma", context_len=4096, pool_tokens=16384, probe=probe
+    )
     return EngineProcess(settings)
 
 
@@ -100,10 +99,9 @@ def decode_leg(
     return replace(request, kv_transfer=PdTransfer(leg=PdLeg.DECODE, ticket=ticket))
 
 
-def slow_copies() -> Callable[[], object]:
+def slow_copies() -> None:
     """A probe: a donor whose fetches take long, since it copies in a thousandth of its time."""
     sending.FETCH_SHARE = 0.001
-    return lambda: None
 
 
 def fetch_of(donor: EngineProcess, computed: GenerateRequest, room: int) -> GenerateRequest:

@@ -243,13 +243,6 @@ async def test_a_finished_request_leaves_numbered_events_and_a_snapshot_that_agr
         assert loop.take_cache_events() == ()
 
 
-async def test_an_engine_that_records_no_events_hands_out_none() -> None:
-    with running() as loop:
-        assert [delta async for delta in loop.generate(ask("a", PROMPT))][-1].finish is not None
-        assert (await loop.run_on_engine(lambda engine: engine.cache_snapshot())).stored == ()
-        assert loop.take_cache_events() == ()
-
-
 def test_what_comes_during_a_step_is_in_the_statistics_before_the_next_and_waits_since_it_came(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

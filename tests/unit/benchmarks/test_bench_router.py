@@ -1,7 +1,9 @@
-"""The command line of the router's measurements: rows of every policy, a live router."""
+"""The command line of the router's measurements: rows of every policy, refusals in one line, a live router."""
 
 import json
 import pathlib
+
+import pytest
 
 from benchmarks import router
 
@@ -19,6 +21,21 @@ def test_the_json_holds_every_figure_of_every_policy_of_a_trace(tmp_path: pathli
     figures = times | {"hit", "within 5 s", "in time", "skew"}
     assert {row["figure"] for row in rows} == figures
     assert rows[0]["note"] == "next_in_turn 10"
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ("--trace /nowhere.jsonl", "simulate: [Errno 2] No such file or directory: '/nowhere.jsonl'"),
+        ("--rate 0", "0 must be above 0"),
+    ],
+)
+def test_what_cannot_be_simulated_is_refused_in_one_line(
+    options: str, why: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        router.main(["simulate", *options.split()])
+    assert why in capsys.readouterr().err
 
 
 def test_a_live_router_learns_all_that_its_replicas_tell(tmp_path: pathlib.Path) -> None:

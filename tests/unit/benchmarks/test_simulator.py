@@ -119,6 +119,12 @@ def test_a_next_turn_holds_the_last_answer_and_waits_for_it() -> None:
     assert (second.token_ids()[:14] == first.token_ids()).all()
 
 
+def test_a_request_that_no_pool_holds_is_refused_with_the_sizes() -> None:
+    cluster = Cluster("round_robin", [request(0, blocks=range(101))], Setup(num_replicas=1, build=HAND))
+    with pytest.raises(ValueError, match="needs 10101 tokens; a context has 10000 and a pool 10000: raise --pool-tok"):
+        cluster.run()
+
+
 def test_a_report_is_made_between_steps_and_heard_late() -> None:
     """A prompt of 200 tokens is at the engine at 0.25 s and computed until 2.75 s; two more come meanwhile. Reports
     are made each 0.7 s and heard 0.1 s later: that of 2.8 s is the first since the step ended."""
@@ -217,7 +223,7 @@ def test_every_request_ends_once_and_pages_add_up(policy: str) -> None:
 
 
 def test_the_same_seed_gives_the_same_run_and_another_seed_another() -> None:
-    first, again, other = (timeless(Cluster("estimated_ttft", chats(), tight(seed)).run()) for seed in (0, 0, 1))
+    first, again, other = (timeless(Cluster("estimated_ttft", chats(4), tight(seed)).run()) for seed in (0, 0, 1))
     assert first == again
     assert first != other
 

@@ -187,7 +187,7 @@ def test_what_an_engine_did_is_counted() -> None:
 def test_what_an_engine_counts_by_itself_is_told_under_its_name(
     changed: dict[str, Any], metric: str, label: str, told: dict[str, float]
 ) -> None:
-    """Engines count these in unit/scheduler/test_mixed.py, numerics/test_constrained_answers.py, test_speculation.py."""
+    """Engines count these in test_mixed.py, test_constrained_answers.py and test_speculation.py."""
     assert scrape(dataclasses.replace(stats(), **changed)).values(metric, label) == told
 
 
