@@ -184,8 +184,8 @@ def test_the_oracle_waits_for_a_prefix_only_while_that_is_sooner() -> None:
 @pytest.mark.parametrize("page_size", [16, 512])
 def test_steps_that_are_taken_at_once_change_nothing(page_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside the same engines that take each step by itself; pages are full once in a while, and evicted."""
-    build = replace(tight().build, page_size=page_size, pool_pages=20_000 // page_size, context_len=8_000)
-    workload = workloads.multi_turn(num_users=8, num_turns=5, turn_len=600, output_len=200, vocab_size=1000, seed=0)
+    build = replace(tight().build, page_size=page_size, pool_pages=12_000 // page_size, context_len=8_000)
+    workload = workloads.multi_turn(num_users=5, num_turns=5, turn_len=600, output_len=200, vocab_size=1000, seed=0)
     requests = of_workload(workload, requests_per_s=1.0, think_s=5.0, seed=0)
     at_once, one_by_one = [], []
     steps = TimedEngine._num_alike
@@ -195,10 +195,11 @@ def test_steps_that_are_taken_at_once_change_nothing(page_size: int, monkeypatch
         return at_once[-1]
 
     monkeypatch.setattr(TimedEngine, "_num_alike", counted)
-    _, fast = run_of("round_robin", requests, Setup(num_replicas=2, build=build))
+    cluster, fast = run_of("round_robin", requests, Setup(num_replicas=2, build=build))
     monkeypatch.setattr(TimedEngine, "_num_alike", lambda _: one_by_one.append(0) or 0)
     _, slow = run_of("round_robin", requests, Setup(num_replicas=2, build=build))
     assert max(at_once) > 8
+    assert all(replica.engine.kv.store.evicted_tokens for replica in cluster.replicas)
     assert len(at_once) < len(one_by_one) / 2
     for mine, theirs in zip(fast, slow, strict=True):
         assert (mine.cached_tokens, mine.replica_id) == (theirs.cached_tokens, theirs.replica_id)
