@@ -110,6 +110,18 @@ class AttentionKind:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class IndexConfig:
+    """The index of sparse attention (DeepSeek-V3.2): narrow heads of its own score all tokens before a token, which
+    attends to the best alone. The cache holds one key of a token for all these heads, behind the latent vector."""
+
+    num_heads: int
+    head_dim: int
+    top_k: int  # tokens that a token attends to at most
+    shared: tuple[bool, ...]  # of each layer, whether it takes the choice of the layer before
+    interleaved: bool  # as `MLAConfig.interleaved`
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MLAConfig:
     """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434): what the cache holds of a token is one latent and
     one rotated key that all heads share. Dimensions of a head, but for the ranks."""
@@ -120,6 +132,12 @@ class MLAConfig:
     qk_rope_head_dim: int
     v_head_dim: int
     interleaved: bool = True  # dimensions 2 i and 2 i + 1 of the rotated part turn together, not i and i + half of it
+    index: IndexConfig | None = None
+
+    @property
+    def cached_dim(self) -> int:
+        """Numbers of a token and layer in the cache."""
+        return self.kv_lora_rank + self.qk_rope_head_dim + (self.index.head_dim if self.index else 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -287,7 +305,11 @@ class ModelConfig:
         down = mla.kv_lora_rank + mla.qk_rope_head_dim + (mla.q_lora_rank or 0)
         query = (heads * (mla.qk_nope_head_dim + mla.qk_rope_head_dim), mla.q_lora_rank or self.hidden_size)
         to_keys, to_values = (mla.kv_lora_rank, mla.qk_nope_head_dim), (mla.v_head_dim, mla.kv_lora_rank)
-        return [(down, self.hidden_size), query, *[to_keys] * heads, *[to_values] * heads, after]
+        products = [(down, self.hidden_size), query, *[to_keys] * heads, *[to_values] * heads, after]
+        if (index := mla.index) is not None:  # the same on all ranks
+            products += [(index.num_heads * index.head_dim, mla.q_lora_rank or self.hidden_size)]
+            products += [(index.head_dim, self.hidden_size), (index.num_heads, self.hidden_size)]
+        return products
 
     def adaptable(self) -> dict[str, tuple[int, int]]:
         """Return the shapes (out, in) of the weights that adapters (LoRA) can add to, by name: none of latent

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
-from replicas.config import AttentionKind, DType, MLAConfig, ModelConfig, MoEConfig, RopeConfig, StateLayer
+from replicas.config import AttentionKind, DType, IndexConfig, MLAConfig, ModelConfig, MoEConfig, RopeConfig, StateLayer
 from replicas.errors import InvalidConfig, UnsupportedModel
 
 ROPE_KINDS = get_args(get_type_hints(RopeConfig)["kind"])
@@ -50,7 +50,7 @@ def model_config_from_hf(path: str, hf: Mapping[str, Any], *, eos_ids: tuple[int
         attention_kinds=_kinds_from_hf(architecture, hf),
         moe=_moe_from_hf(path, architecture, hf),
     )
-    return _with_latent_attention(config, hf) if architecture.startswith("DeepseekV") else config
+    return _with_latent_attention(config, hf) if "kv_lora_rank" in hf else config
 
 
 def _kinds_from_hf(architecture: str, hf: Mapping[str, Any]) -> tuple[AttentionKind, ...]:
@@ -92,8 +92,9 @@ def _within(kinds: tuple[AttentionKind, ...], longest: int) -> tuple[AttentionKi
 
 
 def _with_latent_attention(config: ModelConfig, hf: Mapping[str, Any]) -> ModelConfig:
-    """Complete the config of DeepSeek-V2 or V3. Raises: UnsupportedModel for keys that change what is computed here."""
-    v3 = config.architecture == "DeepseekV3ForCausalLM"
+    """Complete the config of a model with latent attention. Raises: UnsupportedModel for keys that change what is
+    computed here."""
+    v3 = config.architecture != "DeepseekV2ForCausalLM"
     served: dict[str, tuple[object, ...]] = {"moe_layer_freq": (None, 1), "mlp_bias": (None, False)}
     if not v3:  # no checkpoint normalises, and implementations differ in what that means beside routed_scaling_factor
         served |= {"topk_method": (None, "greedy", "group_limited_greedy"), "norm_topk_prob": (None, False)}
@@ -107,6 +108,7 @@ def _with_latent_attention(config: ModelConfig, hf: Mapping[str, Any]) -> ModelC
         qk_rope_head_dim=int(hf["qk_rope_head_dim"]),
         v_head_dim=int(hf["v_head_dim"]),
         interleaved=not v3 or hf.get("rope_interleave") is not False,
+        index=_index_from_hf(config, hf) if "index_topk" in hf else None,
     )
     scale = (mla.qk_nope_head_dim + mla.qk_rope_head_dim) ** -0.5  # of a head as it would be if it were expanded
     factor, all_dim = (config.rope.scaling.get(key, 0.0) for key in ("factor", "mscale_all_dim"))
@@ -115,9 +117,23 @@ def _with_latent_attention(config: ModelConfig, hf: Mapping[str, Any]) -> ModelC
     return replace(
         config,
         num_kv_heads=1,
-        head_dim=mla.kv_lora_rank + mla.qk_rope_head_dim,
-        attention_kinds=(AttentionKind(scale=scale),) * config.num_layers,
+        head_dim=mla.cached_dim,
+        attention_kinds=(AttentionKind(scale=scale, indexed=mla.index is not None),) * config.num_layers,
         mla=mla,
+    )
+
+
+def _index_from_hf(config: ModelConfig, hf: Mapping[str, Any]) -> IndexConfig:
+    types = hf.get("indexer_types") or ["full"] * config.num_layers
+    if set(types) - {"full", "shared"} or len(types) != config.num_layers or types[0] != "full":
+        raise UnsupportedModel(f"{config.path}: indexer_types = {types} is not supported; supported: full or shared of "
+                               f"each of {config.num_layers} layers, the first of them full")  # fmt: skip
+    return IndexConfig(
+        num_heads=int(hf["index_n_heads"]),
+        head_dim=int(hf["index_head_dim"]),
+        top_k=int(hf["index_topk"]),
+        shared=tuple(each == "shared" for each in types),
+        interleaved=config.architecture.startswith("Glm"),
     )
 
 
@@ -303,9 +319,10 @@ def _moe_from_hf(path: str, architecture: str, hf: Mapping[str, Any]) -> MoEConf
             shared_gate=second,
             dense_layers=tuple(i for i in range(int(hf["num_hidden_layers"])) if i in dense or (i + 1) % step),
         )
-    elif architecture.startswith(("DeepseekV2", "DeepseekV3")):
-        third = architecture.startswith("DeepseekV3")
+    elif "kv_lora_rank" in hf:
+        third = not architecture.startswith("DeepseekV2")
         limited = third or hf.get("topk_method") == "group_limited_greedy"
+        types = hf.get("mlp_layer_types") or ["dense"] * int(hf.get("first_k_dense_replace") or 0)
         moe = MoEConfig(
             num_experts=int(hf["n_routed_experts"]),
             top_k=int(hf["num_experts_per_tok"]),
@@ -318,7 +335,7 @@ def _moe_from_hf(path: str, architecture: str, hf: Mapping[str, Any]) -> MoEConf
             group_score="top2" if third else "max",
             score_bias=third,
             shared_intermediate_size=int(hf.get("n_shared_experts") or 0) * int(hf["moe_intermediate_size"]),
-            dense_layers=tuple(range(int(hf.get("first_k_dense_replace") or 0))),
+            dense_layers=tuple(i for i, each in enumerate(types) if each == "dense"),
         )
     elif architecture.startswith("GptOss"):
         moe = MoEConfig(

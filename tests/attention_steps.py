@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -55,7 +56,7 @@ class Step:
     num_layers: int
 
 
-def filled_pool(num_pages: int, shape: dict[str, int], kv_dtype: str | None, random: torch.Generator) -> KvPool:
+def filled_pool(num_pages: int, shape: dict[str, Any], kv_dtype: str | None, random: torch.Generator) -> KvPool:
     """A pool whose every slot holds normal numbers; they repeat where it is larger than any test's."""
     if kv_dtype is None:
         small = SmallPool(num_pages=num_pages, **shape)
@@ -95,9 +96,11 @@ def make_step(
     """
     random = torch.Generator().manual_seed(seed)
     num_pages = [-(-(prefix + new) // page_size) for prefix, new in lengths]
-    shape = {"page_size": page_size, "num_kv_heads": num_kv_heads, "head_dim": head_dim, "num_layers": num_layers}
+    shape: dict[str, Any] = {
+        "page_size": page_size, "num_kv_heads": num_kv_heads, "head_dim": head_dim, "num_layers": num_layers,
+    }  # fmt: skip
     if kv_lora_rank is not None:
-        shape["kv_lora_rank"] = kv_lora_rank
+        shape["latent"] = kv_lora_rank, head_dim - kv_lora_rank
     pool = filled_pool(sum(num_pages), shape, kv_dtype, random)
     pages = torch.randperm(sum(num_pages), generator=random) + 1
     table = torch.zeros(len(lengths) + 1, max(num_pages) * page_size, dtype=torch.int32)

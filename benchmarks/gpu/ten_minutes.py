@@ -58,7 +58,7 @@ from replicas.attention.choice import make_attention, try_out
 from replicas.memory.scaled_pool import kv_pool
 for latent, heads, dim in ((None, (32, 8), 128), (512, (16, 1), 576)):
     shape = dict(num_pages=4, page_size=16, num_layers=1, num_kv_heads=heads[1], head_dim=dim, device="cuda")
-    pool = kv_pool("bfloat16", **shape, **({{"kv_lora_rank": latent}} if latent else {{}}))
+    pool = kv_pool("bfloat16", **shape, latent=latent and (latent, dim - latent))
     spec = AttentionSpec(pool=pool, dtype=torch.bfloat16, num_heads=heads[0], num_kv_heads=heads[1], head_dim=dim)
     try_out(make_attention("flashinfer", spec)[0], spec)
     print(f"heads of {{dim}}: a step has run", flush=True)

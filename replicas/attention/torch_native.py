@@ -1,6 +1,6 @@
 """The plain backend: gathers each request's K and V and calls PyTorch's attention. Slow, short, and the oracle.
 
-Owns:      the current step's lengths, and where in a pool the keys of indexes lie: behind the layers of K and V.
+Owns:      the current step's lengths.
 Invariant: token at position p attends to positions [0, p], its own K and V included; of them those that the layer's
            `AttentionKind` lets it see.
 Thread:    the thread that runs the model.
@@ -39,19 +39,10 @@ class TorchNativeAttention:
 
     def set_index_keys(self, index: int, tokens: Tensor, keys: Tensor) -> None:
         assert self._batch is not None, "begin() comes before the layers"
-        vectors, size = self._index_vectors(index, keys.shape[1]), self._pool.head_dim
-        filled = F.pad(keys, (0, len(vectors) * size - keys.shape[1])).view(len(keys), len(vectors), size)
-        self._pool.set_vectors(vectors, self._batch.out_slots[tokens], filled)
+        self._pool.set_index_keys(index, self._batch.out_slots[tokens], keys, behind=len(self._kinds))
 
     def read_index_keys(self, index: int, request: int, num_tokens: int, dim: int) -> Tensor:
-        found = self._pool.read_vectors(self._index_vectors(index, dim), self._slots[request][:num_tokens])
-        return found.flatten(1)[:, :dim]
-
-    def _index_vectors(self, index: int, dim: int) -> Tensor:
-        """Return the vectors of a token that hold a key of ``dim`` numbers."""
-        assert self._batch is not None, "begin() comes before the layers"
-        first, count = 2 * self._pool.num_kv_heads * len(self._kinds), -(-dim // self._pool.head_dim)
-        return torch.arange(count, device=self._batch.positions.device) + (first + index * count)
+        return self._pool.read_index_keys(index, self._slots[request][:num_tokens], dim, behind=len(self._kinds))
 
     def forward(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
         return self._forward(layer, q, k, v, sinks, None)

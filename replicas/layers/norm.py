@@ -1,6 +1,6 @@
-"""Root-mean-square normalisation, statistics in fp32 whatever the tensors' dtype.
+"""Normalisation: root-mean-square, statistics in fp32 whatever the tensors' dtype, and of layers.
 
-Source: Zhang and Sennrich 2019 (arXiv:1910.07467).
+Source: Zhang and Sennrich 2019 (arXiv:1910.07467); Ba et al. 2016 (arXiv:1607.06450).
 """
 
 from collections.abc import Mapping
@@ -47,3 +47,28 @@ class RMSNorm(Layer):
         if elementwise.serves(x) and self.weight.dtype == x.dtype:
             return elementwise.rms_norm(x, self.weight, self.eps)
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+class LayerNorm(RMSNorm):
+    """Subtracts the mean first, and adds a bias last."""
+
+    bias: Tensor | None = None  # [size]
+
+    def slots(self) -> Mapping[str, Put]:
+        return {**super().slots(), "bias": self._put_bias}
+
+    def _put_bias(self, tensor: Tensor) -> None:
+        self.bias = tensor
+
+    def finalize(self, device: torch.device, dtype: torch.dtype, packs: Packs = make) -> None:
+        super().finalize(device, dtype, packs)
+        assert self.bias is not None, "no norm bias was put"
+        self.bias = self.bias.to(device, dtype).to(computes_in(device, dtype)).contiguous()
+
+    @property
+    def num_bytes(self) -> int:
+        return super().num_bytes + (0 if self.bias is None else self.bias.nbytes)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        assert self.weight is not None, "finalize() comes before the first call"
+        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)

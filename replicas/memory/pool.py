@@ -15,6 +15,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 ALIGNMENT = 4096  # bytes; a memory page, what transfer libraries register
@@ -110,16 +111,21 @@ class MHATokenToKVPool:
         page, offset = slots // self.page_size, slots % self.page_size
         return self.get_key_buffer(layer)[page, :, offset], self.get_value_buffer(layer)[page, :, offset]
 
-    def set_vectors(self, vectors: Tensor, loc: Tensor, x: Tensor) -> None:
-        """Store x [T, n, D] at slots ``loc`` [T] as the ``vectors`` [n] of each token: a layer has 2 * K, those of its
-        K first. Of pools of floats without scales."""
-        self._by_token()[self._vectors(vectors, loc)] = x.to(self.dtype)
+    def set_index_keys(self, index: int, loc: Tensor, keys: Tensor, *, behind: int) -> None:
+        """Store the ``keys`` [T, Di] of index number ``index`` at slots ``loc`` [T], behind as many layers of K and V.
+        Of pools of floats without scales."""
+        at = self._index_vectors(index, loc, keys.shape[1], behind)
+        filled = F.pad(keys, (0, -keys.shape[1] % self.head_dim))
+        self._by_token()[at] = filled.view(len(keys), -1, self.head_dim).to(self.dtype)
 
-    def read_vectors(self, vectors: Tensor, slots: Tensor) -> Tensor:
-        """Undo `set_vectors`. Returns: [len(slots), n, D]."""
-        return self._by_token()[self._vectors(vectors, slots)]
+    def read_index_keys(self, index: int, slots: Tensor, dim: int, *, behind: int) -> Tensor:
+        """Undo `set_index_keys`. Returns: [len(slots), dim]."""
+        return self._by_token()[self._index_vectors(index, slots, dim, behind)].flatten(1)[:, :dim]
 
-    def _vectors(self, vectors: Tensor, slots: Tensor) -> tuple[Tensor, ...]:
+    def _index_vectors(self, index: int, slots: Tensor, dim: int, behind: int) -> tuple[Tensor, ...]:
+        """Find the vectors of a token that hold a key of ``dim`` numbers: a layer has 2 * K, those of its K first."""
+        first, count = 2 * self.num_kv_heads * behind, -(-dim // self.head_dim)
+        vectors = torch.arange(count, device=self.device) + (first + index * count)
         layer, within = vectors // (2 * self.num_kv_heads), vectors % (2 * self.num_kv_heads)
         page, offset = slots[:, None] // self.page_size, slots[:, None] % self.page_size
         return layer, within // self.num_kv_heads, page, offset, within % self.num_kv_heads

@@ -143,15 +143,15 @@ def kv_pool(
     num_kv_heads: int,
     head_dim: int,
     device: torch.device | str,
-    kv_lora_rank: int | None = None,
+    latent: tuple[int, int] | None = None,
 ) -> MHATokenToKVPool:
-    """Make the pool for the setting ``cache.kv_dtype``; ``kv_lora_rank``: of a model with latent attention."""
-    if kv_lora_rank is not None:
+    """Make the pool for the setting ``cache.kv_dtype``; ``latent``: of a model with latent attention, numbers of the
+    latent and of the rotated key: what ``head_dim`` has more is the key of an index."""
+    if latent is not None:
         from replicas.memory.latent_pool import MLATokenToKVPool
 
-        rope_dim = head_dim - kv_lora_rank
         return MLATokenToKVPool(
-            num_pages, page_size, num_layers, kv_lora_rank, rope_dim, KV_DTYPES[kv_dtype], device
+            num_pages, page_size, num_layers, *latent, KV_DTYPES[kv_dtype], device, head_dim - sum(latent)
         )
     kind = ScaledKVPool if scale_bytes(kv_dtype) else Fp8KVPool if kv_dtype == FP8_TENSOR else MHATokenToKVPool
     return kind(num_pages, page_size, num_layers, num_kv_heads, head_dim, KV_DTYPES[kv_dtype], device)

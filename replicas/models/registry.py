@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 MODELS: "dict[str, type[Llama] | tuple[str, str]]" = {
     "DeepseekV2ForCausalLM": ("replicas.models.deepseek", "Deepseek"),
     "DeepseekV3ForCausalLM": ("replicas.models.deepseek", "Deepseek"),
+    "DeepseekV32ForCausalLM": ("replicas.models.deepseek", "Deepseek"),
+    "Glm4MoeLiteForCausalLM": ("replicas.models.deepseek", "Deepseek"),
+    "GlmMoeDsaForCausalLM": ("replicas.models.deepseek", "Deepseek"),
     "GptOssForCausalLM": ("replicas.models.gpt_oss", "GptOss"),
     "LlamaForCausalLM": ("replicas.models.llama", "Llama"),
     "MistralForCausalLM": ("replicas.models.llama", "Llama"),

@@ -392,7 +392,7 @@ class ModelRunner:
             num_kv_heads=max(1, model.num_kv_heads // self.tp.size),
             head_dim=model.head_dim,
             device=self.device,
-            kv_lora_rank=None if model.mla is None else model.mla.kv_lora_rank,
+            latent=None if model.mla is None else (model.mla.kv_lora_rank, model.mla.qk_rope_head_dim),
         )
         apart = sum(self._config.window_layers) if windows is not None else 0
         pool = make(num_pages=self.pool_size.num_pages, num_layers=model.kept_layers - apart)

@@ -41,7 +41,7 @@ class PagedModel:
         self.pool = kv_pool(
             "float32", num_pages=num_pages, page_size=page_size, num_layers=config.kept_layers, num_kv_heads=heads,
             head_dim=config.head_dim, device=tp.device,
-            kv_lora_rank=None if config.mla is None else config.mla.kv_lora_rank,
+            latent=None if config.mla is None else (config.mla.kv_lora_rank, config.mla.qk_rope_head_dim),
         )  # fmt: skip
         self.pool.buffer.fill_(1e4)
         spec = AttentionSpec(

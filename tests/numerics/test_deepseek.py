@@ -1,5 +1,6 @@
-"""DeepSeek-V2 and V3 agree with Transformers in fp32 on every path: latent attention, experts, YaRN; whole and chunked,
-missed, hit and on the host, retracted, restored elsewhere, on one rank and two, handed over between any of them."""
+"""DeepSeek-V2, V3, V3.2 and GLM-5 agree with Transformers in fp32 on every path: latent attention, its index, experts,
+YaRN; whole and chunked, missed, hit and on the host, retracted, restored elsewhere, on one rank and two, handed over
+between any of them."""
 
 import re
 import shutil
@@ -66,11 +67,11 @@ def test_the_blocks_that_only_predict_further_tokens_are_left_out(tmp_path: Path
         open_model(tmp_path)
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, PreTrainedModel]:
+@pytest.fixture(scope="module", params=["v3", "glm-5"])
+def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, PreTrainedModel]:
     """A folder with a tokenizer, which one does not matter."""
-    folder = tmp_path_factory.mktemp("v3")
-    model = tiny.save("v3", folder)
+    folder = tmp_path_factory.mktemp("saved")
+    model = tiny.save(request.param, folder)
     for file in Path(MODEL).glob("*token*.json"):
         shutil.copy(file, folder)
     return str(folder), model
@@ -115,8 +116,10 @@ def test_every_path_of_an_engine_gives_the_tokens_of_transformers(
         saved[0], page=page, chunk=chunk, tp=tp, host_memory_bytes=1 << 20, write_policy="write_back"
     )
     try:
-        page_bytes = page * 3 * 32 * 4  # 3 layers x (16 + 16) floats
-        assert engine.config.model.kv_cell_bytes(tp=tp, kv_dtype="float32") * page == page_bytes
+        model = engine.config.model
+        assert model.mla is not None
+        page_bytes = page * 3 * (52 if model.mla.index else 32) * 4  # 3 layers x (16 + 16, and a key of 20) floats
+        assert model.kv_cell_bytes(tp=tp, kv_dtype="float32") * page == page_bytes
         for to_host, retract in ((False, False), (False, True), (True, False), (True, True)):
             if to_host:
                 harness.to_host(engine.kv)
@@ -146,6 +149,7 @@ def test_two_replicas_answer_as_one(saved: tuple[str, PreTrainedModel]) -> None:
     [
         ({"moe_layer_freq": 2}, "moe_layer_freq = 2 is not supported; supported: (1,)"),
         ({"topk_method": "best"}, "topk_method = 'best' is not supported"),
+        ({"index_topk": 8, "indexer_types": ["shared"]}, "indexer_types = ['shared'] is not supported"),
         ({"norm_topk_prob": True}, "norm_topk_prob = True is not supported; supported: (False,)"),
     ],
 )

@@ -33,7 +33,8 @@ from tests.numerics.test_states import (
 )
 from tests.numerics.test_transformers_models import uncached
 
-PLAIN, SHARED, SINKS = "deepseek_v32", "glm_moe_dsa", "hy_v4"
+PLAIN, SHARED = "deepseek_v32", "glm_moe_dsa"  # run natively, the others through Transformers
+OUTLINED = "axk2"
 TEXT = [3 + (i * i + 7 * i) % 190 for i in range(60)]
 
 
@@ -49,7 +50,7 @@ def engine_of(folder: Path, *, tokens: int = 2048, page: int = 4, chunk: int = 7
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("model_type", [PLAIN, SHARED, SINKS, "axk2", "dots3_note_text"])
+@pytest.mark.parametrize("model_type", [PLAIN, SHARED, OUTLINED, "hy_v4", "dots3_note_text"])
 def test_a_text_far_longer_than_the_index_chooses_reads_the_same_however_it_is_cut(
     models: Callable[[str], Saved], model_type: str
 ) -> None:
@@ -77,8 +78,11 @@ def test_the_index_does_leave_tokens_out(models: Callable[[str], Saved]) -> None
     assert (ours[20:] - whole[20:]).abs().max() > 0.01 * (whole.max() - whole.min())
 
 
-def test_of_tokens_whose_scores_are_zero_the_last_are_chosen_however_a_text_is_cut(tmp_path: Path) -> None:
-    model = saved_model(PLAIN, tmp_path)
+@pytest.mark.parametrize("model_type", [PLAIN, OUTLINED])
+def test_of_tokens_whose_scores_are_zero_the_last_are_chosen_however_a_text_is_cut(
+    tmp_path: Path, model_type: str
+) -> None:
+    model = saved_model(model_type, tmp_path)
     with torch.no_grad():
         for layer in model.model.layers:
             layer.self_attn.indexer.weights_proj.weight.zero_()
@@ -91,7 +95,7 @@ def test_of_tokens_whose_scores_are_zero_the_last_are_chosen_however_a_text_is_c
     assert_close_in_range(shorter[4 * 7 + 1 :] , whole[4 * 7 + 1 :], 1e-1)
 
 
-@pytest.mark.parametrize("model_type", [PLAIN, SHARED])
+@pytest.mark.parametrize("model_type", [PLAIN, OUTLINED])
 def test_many_requests_at_once_get_the_ids_of_transformers(models: Callable[[str], Saved], model_type: str) -> None:
     """Twenty of them, in chunks beside answers, on a pool that retracts some; two are aborted, one has 3 choices."""
     folder, model = models(model_type)
@@ -117,12 +121,15 @@ def test_many_requests_at_once_get_the_ids_of_transformers(models: Callable[[str
             assert_greedy(model, prompt, answer)
 
 
-@pytest.mark.parametrize(("page", "host_bytes"), [(1, 0), (16, 0), (4, 8 << 20)])
+@pytest.mark.parametrize(
+    ("model_type", "page", "host_bytes"),
+    [(PLAIN, 1, 0), (OUTLINED, 16, 0), (PLAIN, 4, 8 << 20), (OUTLINED, 4, 8 << 20)],
+)
 def test_conversations_go_on_behind_pages_that_stayed_or_came_back_from_the_host(
-    models: Callable[[str], Saved], page: int, host_bytes: int
+    models: Callable[[str], Saved], model_type: str, page: int, host_bytes: int
 ) -> None:
     """Five at once; with a host tier the pool holds a part of them."""
-    folder, model = models(PLAIN)
+    folder, model = models(model_type)
     engine = engine_of(folder, tokens=160 if host_bytes else 512, page=page, host_bytes=host_bytes)
     texts, cached, prompted = {f"r{i}": TEXT[5 * i : 40 + 5 * i] for i in range(5)}, 0, 0
     try:
@@ -144,9 +151,10 @@ def test_conversations_go_on_behind_pages_that_stayed_or_came_back_from_the_host
     assert cached > 0.5 * prompted
 
 
-def test_a_request_that_moves_takes_its_keys_with_it(models: Callable[[str], Saved]) -> None:
+@pytest.mark.parametrize("model_type", [SHARED, OUTLINED])
+def test_a_request_that_moves_takes_its_keys_with_it(models: Callable[[str], Saved], model_type: str) -> None:
     """To an engine with other pages, in the middle of its answer."""
-    folder, model = models(SHARED)
+    folder, model = models(model_type)
     num_tokens, answer = moved(engine_of(folder), engine_of(folder, page=8), TEXT)
     assert num_tokens >= 64
     assert len(answer) == 20
@@ -154,9 +162,10 @@ def test_a_request_that_moves_takes_its_keys_with_it(models: Callable[[str], Sav
 
 
 def test_what_the_keys_take_is_counted_and_what_does_not_carry_them_is_refused(models: Callable[[str], Saved]) -> None:
-    """A key of 16 numbers takes one of the 8 vectors of 24 that a layer of 4 heads has."""
-    folder, _ = models(PLAIN)
-    config = load_model_config(str(folder))
+    """Natively a key of 16 numbers follows the latent vector of 16 + 8; else it takes one of the 8 vectors of 24 that a
+    layer of 4 heads has."""
+    config, native = (load_model_config(str(models(each)[0])) for each in (OUTLINED, PLAIN))
+    assert native.kv_cell_bytes(tp=2, kv_dtype="float32") == 4 * (16 + 8 + 16) * 4
     assert (config.num_layers, len(config.indexes), config.index_dim, config.kept_layers) == (4, 4, 16, 5)
     assert config.kv_cell_bytes(tp=1, kv_dtype="float32") == 5 * 2 * 4 * 24 * 4
     machine = Hardware(device="cpu", num_cpus=1, available_memory_bytes=8 << 30)

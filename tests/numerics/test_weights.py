@@ -164,7 +164,7 @@ def test_a_tied_head_in_int4_is_the_embeddings_table_and_counts_once(tmp_path: P
 
 def test_an_unknown_architecture_lists_the_known_ones(llama: Path) -> None:
     rewrite(llama / "config.json", lambda c: c.update(architectures=["BertForMaskedLM"], model_type="bert"))
-    known = "supported: DeepseekV2ForCausalLM, DeepseekV3ForCausalLM, GptOssForCausalLM, LlamaForCausalLM, Mistral"
+    known = "supported: DeepseekV2ForCausalLM, DeepseekV32ForCausalLM, DeepseekV3ForCausalLM, Glm4MoeLiteForCausalLM, G"
     with pytest.raises(UnsupportedModel, match=f"'BertForMaskedLM' is not supported; {known}"):
         load_model_config(str(llama))
 

@@ -8,6 +8,9 @@ from transformers import (
     AutoModelForCausalLM,
     DeepseekV2Config,
     DeepseekV3Config,
+    DeepseekV32Config,
+    Glm4MoeLiteConfig,
+    GlmMoeDsaConfig,
     GptOssConfig,
     LlamaConfig,
     MistralConfig,
@@ -83,6 +86,9 @@ LATENT: dict[str, Any] = {  # the shape of DeepSeek's, a latent vector of 16 + 1
     "first_k_dense_replace": 1,
 }
 GROUPS = {"n_group": 4, "topk_group": 2}
+# which chooses 8 tokens of texts several times as long; of so many heads that no scores are equal, among which
+# Transformers' choice depends on the length of the text
+INDEX = {"index_topk": 8, "index_n_heads": 32, "index_head_dim": 20}
 LATENT_CONFIGS: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
     "v2": (DeepseekV2Config, {"n_shared_experts": 2, "routed_scaling_factor": 1.5}),
     "v2-lite": (DeepseekV2Config, {"q_lora_rank": None, "qk_rope_head_dim": 8, "first_k_dense_replace": 3}),
@@ -91,9 +97,14 @@ LATENT_CONFIGS: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
     "v3": (DeepseekV3Config, {"routed_scaling_factor": 2.5, **GROUPS}),
     "v3-yarn": (DeepseekV3Config, {"rope_parameters": YARN, **GROUPS}),
     "v3-halves": (DeepseekV3Config, {"rope_interleave": False, "q_lora_rank": None, "n_group": 1, "topk_group": 1}),
+    "v3.2": (DeepseekV32Config, {**INDEX, **GROUPS}),
+    "v3.2-yarn": (DeepseekV32Config, {**INDEX, "rope_parameters": YARN, **GROUPS}),
+    "glm-4.7-flash": (Glm4MoeLiteConfig, {"mlp_layer_types": ["dense", "sparse", "dense"]}),
+    "glm-5": (GlmMoeDsaConfig, {**INDEX, "indexer_types": ["full", "shared", "full"]}),
 }
 # a kind's seed is its place; one that came later is at the end, so that the others keep their numbers
-SEEDS = [*sorted(CONFIGS.keys() - {"gpt-oss"}), *LATENT_CONFIGS, "gpt-oss"]
+LATER = ("gpt-oss", "v3.2", "v3.2-yarn", "glm-4.7-flash", "glm-5")
+SEEDS = [*sorted(CONFIGS.keys() - set(LATER)), *(kind for kind in LATENT_CONFIGS if kind not in LATER), *LATER]
 VOCAB = 101  # not a multiple of 2 or 3: ranks hold padded slices
 SHAPE: dict[str, Any] = {
     "vocab_size": VOCAB,

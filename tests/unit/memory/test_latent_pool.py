@@ -50,11 +50,10 @@ def test_slots_and_pages_are_read_and_written_back_bit_for_bit(dtype: torch.dtyp
 
 
 def test_the_setting_of_a_models_rank_makes_the_pool() -> None:
-    pool = kv_pool(
-        "bfloat16", num_pages=3, page_size=4, num_layers=2, num_kv_heads=1, head_dim=24, device="cpu", kv_lora_rank=16
-    )
+    shape = {"num_pages": 3, "page_size": 4, "num_layers": 2, "num_kv_heads": 1, "head_dim": 24}
+    pool = kv_pool("bfloat16", **shape, device="cpu", latent=(16, 6))  # and an index's key of 2
     assert isinstance(pool, MLATokenToKVPool)
-    assert (pool.value_dim, pool.head_dim, pool.num_kv_heads, pool.dtype) == (16, 24, 1, torch.bfloat16)
+    assert (pool.value_dim, pool.key_dim, pool.head_dim, pool.dtype) == (16, 22, 24, torch.bfloat16)
 
 
 def test_the_host_holds_a_page_once_and_every_rank_loads_it() -> None:
