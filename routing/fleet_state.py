@@ -514,34 +514,32 @@ class LinkRates:
         """The rate that a share BELIEVED of the last KEPT KV transfers do not exceed."""
         return _believed(self._rates) if self._rates else ASSUMED_BYTES_PER_S
 
-    def record(self, num_bytes: int, transfer_s: float, pair: tuple[str, str] | None = None) -> None:
-        """Add the rate of a completed KV transfer or fetch: ``num_bytes`` from its first page to its last in
-        ``transfer_s``; ``pair``: of a fetch, from which replica to which."""
-        if num_bytes < TELLING_BYTES or transfer_s <= 0:
-            return
-        if pair is not None:
-            self._note(pair, num_bytes / transfer_s)
-            return
-        self._rates.append(num_bytes / transfer_s)
-        if not self._fetched:
-            self._last_s = self._clock()
+    def record(self, num_bytes: int, transfer_s: float) -> None:
+        """Add the rate of a completed KV transfer: ``num_bytes`` from its first page to its last in ``transfer_s``."""
+        if num_bytes >= TELLING_BYTES and transfer_s > 0:
+            self._rates.append(num_bytes / transfer_s)
+            if not self._fetched:
+                self._last_s = self._clock()
 
-    def _note(self, pair: tuple[str, str], rate: float) -> None:
+    def fetched(self, pair: tuple[str, str], num_bytes: int, took_s: float, *, late: bool = False) -> None:
+        """Add the rate of a fetch from one replica of ``pair`` to the other. If it was ``late``, fewer bytes than tell
+        something do."""
+        num_bytes = max(num_bytes, TELLING_BYTES * late)
+        if num_bytes < TELLING_BYTES or took_s <= 0:
+            return
         self._last_s = self._clock()
-        self._fetched.append(rate)
-        self._of.setdefault(pair, deque(maxlen=KEPT // 4)).append(rate)
+        self._fetched.append(num_bytes / took_s)
+        self._of.setdefault(pair, deque(maxlen=KEPT // 4)).append(num_bytes / took_s)
         self._of.move_to_end(pair)
         if len(self._of) > PAIRS:
             self._of.popitem(last=False)
 
-    def failed(self, pair: tuple[str, str], *, late: bool, num_bytes: int, after_s: float) -> None:
-        """Leave ``pair`` alone for a while. If it was ``late``, the link is as slow as ``num_bytes`` in ``after_s``."""
+    def failed(self, pair: tuple[str, str]) -> None:
+        """Leave ``pair``, whose fetch failed, alone for a while."""
         now_s = self._clock()
         held_s = min(2 * self._held.get(pair, (0.0, HELD_S / 2))[1], HELD_MOST_S)
         self._held = {each: held for each, held in self._held.items() if held[0] + HELD_MOST_S > now_s}
         self._held[pair] = now_s + held_s, held_s
-        if late and num_bytes < TELLING_BYTES:
-            self._note(pair, TELLING_BYTES / after_s)
 
     def rates(self, donors: Sequence[str], receivers: Sequence[str], *, hopes: bool = False) -> Floats:
         """Return [receivers, donors] bytes/s of fetches; 0 for a pair that is left alone. ``hopes``: as quick as they

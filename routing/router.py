@@ -234,9 +234,9 @@ class Router:
         leg = legs(decision)[-1]
         pair = decision.fetch.donor_id, leg.replica_id
         self._fleet.asked.end(leg.number)
-        self.link.record(num_bytes, transfer_s, pair)
+        self.link.fetched(pair, num_bytes, transfer_s, late=failed and transfer_s >= decision.fetch.within_s)
         if failed:
-            self.link.failed(pair, late=transfer_s >= decision.fetch.within_s, num_bytes=num_bytes, after_s=transfer_s)
+            self.link.failed(pair)
 
     @property
     def views(self) -> tuple[ReplicaView, ...]:

@@ -5,6 +5,7 @@
 // Invariant: no two pieces of one lane and row overlap in time.
 
 export const STAGES = ["route", "queue", "prefill", "transfer", "decode"];
+const FETCHING = ["route", "queue", "transfer", "prefill", "decode"]; // on one replica: it fetches, then computes the rest
 export const ROW = 18; // px, the highest row
 const IDLE = 22; // px, a lane without requests
 const ROLES = ["prefill", "decode", "unified"];
@@ -19,7 +20,7 @@ export function stagesAt(row, now) {
   const grows = row.outcome !== "running" ? null : row.ttft_s == null ? "queue" : "decode";
   let at = 0;
   const spans = [];
-  for (const name of STAGES) {
+  for (const name of row.prefill ? STAGES : FETCHING) {
     let end = at + (row.stages?.[`${name}_s`] ?? 0);
     if (name === grows) end = Math.max(end, now - row.time);
     if (end > at) spans.push([name, at, end]);

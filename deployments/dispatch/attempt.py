@@ -221,8 +221,9 @@ class Attempt:
     @property
     def may_wait(self) -> bool:
         """Whether its replica may not have admitted the request: it has not said so, and nothing has come of it."""
-        began = self._noted.ttft_s is not None or self._noted.kv_transfer is not None or self._progress.started
-        return self._stream is not None and not (began or self._kept)
+        noted = self._noted
+        came = noted.ttft_s is not None or noted.kv_transfer is not None or noted.fetch_report is not None
+        return self._stream is not None and not (came or self._progress.started or self._kept)
 
     def ask_back(self, move: Migration) -> None:
         """Ask the replica for the request. The try goes on until it is given back: then it ends with `TakenBack`, and
@@ -291,10 +292,10 @@ class Attempt:
         report = delta.kv_transfer
         if report is None:
             return
-        self._noted.kv_transfer = report
         if self._decision.fetch is not None and self._prefill is None:
             self._fetched(report)
             return
+        self._noted.kv_transfer = report
         self._noted.times.came_s = report.transfer_s if report.transferred else None
         if self._decision.prefill_id is not None:
             self._on_report(self._decision.prefill_id, report)
@@ -306,7 +307,8 @@ class Attempt:
     def _fetched(self, report: PdTransferReport) -> None:
         self._noted.fetch_report = report
         took_s = report.transfer_s if report.transferred else report.wait_s
-        self._router.fetched(self._decision, report.num_bytes, took_s, failed=not report.transferred)
+        failed = not report.transferred and took_s > 0  # else nothing was asked of the link
+        self._router.fetched(self._decision, report.num_bytes, took_s, failed=failed)
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,7 +53,7 @@ class Try:
     outcome: RouteOutcome | None = None  # None while it runs
     failure: str | None = None  # why the request went elsewhere, or was refused
     moved: str | None = None  # it waited, and was given back for another replica: why that one begins it sooner
-    kv_transfer: PdTransferReport | None = None  # how the K/V came, as the decode replica saw it; else as the fetch
+    kv_transfer: PdTransferReport | None = None  # how the K/V came, as the decode replica saw it
     fetch_report: PdTransferReport | None = None  # how pages came from a donor
     held_out: Mapping[str, str] = field(default_factory=dict)  # prefill replica left out -> why (attempt.py)
     prefill_end: str | None = None  # how the prefill leg ended; None while it runs, or without one

@@ -180,6 +180,12 @@ test("the stage that a running request is in goes on until now", () => {
   assert.deepEqual(river.stagesAt({ ...begun, outcome: "ok" }, 103), [["route", 0, 0.5], ["prefill", 0.5, 2]]);
 });
 
+test("a replica fetches before it computes, and hands over after", () => {
+  const row = { ...running, ttft_s: 2, stages: { ...running.stages, prefill_s: 1, transfer_s: 0.5 } };
+  const names = (prefill) => river.stagesAt({ ...row, prefill }, 2).map(([name]) => name);
+  assert.deepEqual([names(null), names("p0")], [["route", "transfer", "prefill"], ["route", "prefill", "transfer"]]);
+});
+
 const ended = (rid, time, long, more = {}) => ({
   rid, time, replica: "a", prefill: null, outcome: "ok", ttft_s: long / 2, total_s: long, prompt_tokens: 10, cached_tokens: 5,
   stages: { route_s: 0, queue_s: 0, prefill_s: long / 2, transfer_s: 0, decode_s: long / 2 },

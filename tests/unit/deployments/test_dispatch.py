@@ -5,6 +5,7 @@ import contextlib
 import itertools
 import re
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -12,9 +13,10 @@ from deployments.channel.channel_client import ChannelClient
 from deployments.channel.channel_server import ChannelAddress
 from deployments.dispatch.leases import ReplicaGone, ReplicaInfo
 from replicas.errors import Fault, InvalidRequest, MantaError, Overloaded, StepFailed
-from replicas.types import Finish, FinishReason, GenerateRequest, RetryAs
+from replicas.types import Finish, FinishReason, GenerateRequest, PdTransferReport, RetryAs
+from routing.types import PageFetch
 from tests.unit.deployments.in_process import House, ScriptedReplica
-from tests.unit.deployments.sample_values import ask, ids
+from tests.unit.deployments.sample_values import ask, ids, token
 from tests.waiting import until_async
 
 
@@ -55,6 +57,36 @@ class Mortal(ScriptedReplica):
     async def _generate(self, client: ChannelClient, request: GenerateRequest) -> None:
         self.die_at = len(request.resumed_ids) + self.life
         await super()._generate(client, request)
+
+
+class Receiver(ScriptedReplica):
+    """Its requests' fetches end with ``report``, before their first token."""
+
+    def __init__(self, replica_id: str, *, report: PdTransferReport) -> None:
+        super().__init__(replica_id)
+        self.report_of_fetch = report
+
+    async def _generate(self, client: ChannelClient, request: GenerateRequest) -> None:
+        client.sink([replace(token(request, 0, 0, None), token_ids=(), text="", kv_transfer=self.report_of_fetch)])
+        await super()._generate(client, request)
+
+
+@pytest.mark.parametrize(("waited_s", "holds"), [(0.0, False), (0.5, True)])
+async def test_a_fetch_that_failed_counts_against_the_link_only_if_it_was_asked_for(
+    house: House, monkeypatch: pytest.MonkeyPatch, waited_s: float, holds: bool
+) -> None:
+    """What found no pages in time was not. It is a fetch's report, and no KV transfer's."""
+    fetch = PageFetch(
+        donor_id="r1", end_tokens=32, num_tokens=32, num_bytes=64, took_s=0.1, compute_s=1.0, within_s=0.5,
+        donor_ttft_s=2.0,
+    )  # fmt: skip
+    monkeypatch.setattr("routing.router._fetch", lambda *_, **__: fetch)
+    report = PdTransferReport(transferred=False, reason="too late", wait_s=waited_s)
+    await house.ready(Receiver("r0", report=report))
+    await house.collect(max_new_tokens=2)
+    [record] = house.dispatcher.routes.recent()
+    assert (record.tries[0].fetch_report, record.tries[0].kv_transfer) == (report, None)
+    assert (house.router.link.rates(["r1"], ["r0"])[0, 0] == 0.0) == holds
 
 
 async def test_a_replica_that_dies_midway_is_replaced_without_a_seam(house: House) -> None:

@@ -83,7 +83,7 @@ async def test_fetches_that_have_ended_are_told_with_both_ends(house: House) -> 
         donor_ttft_s=2.0,
     )  # fmt: skip
     report = PdTransferReport(transferred=False, num_bytes=64)
-    failed = Try(decision=replace(done.decision, fetch=fetch), kv_transfer=report, fetch_report=report)
+    failed = Try(decision=replace(done.decision, fetch=fetch), fetch_report=report)
     timeline = Timeline(Arrival(endpoint="chat", arrived_s=0.0), num_choices=1)
     twice = RouteRecord(rid="a1.0-x", timeline=timeline, tries=[failed, done])
     assert kv_transfers(twice) == [{"from": "r1", "to": "r0", "bytes": 64, "ok": False}]

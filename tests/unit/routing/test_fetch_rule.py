@@ -85,7 +85,7 @@ def test_what_waits_for_its_turn_anyway_hides_the_fetch() -> None:
 def test_the_measured_rate_of_the_pair_decides(bytes_per_s: float, fetches: bool) -> None:
     """121 MB take 0.63 and 2.5 s; to compute them takes 1.94."""
     f = Fixture()
-    f.router.link.record(100 * MB, 100 * MB / bytes_per_s, ("a", "b"))
+    f.router.link.fetched(("a", "b"), 100 * MB, 100 * MB / bytes_per_s)
     assert (f.choose().fetch is not None) == fetches
 
 
@@ -100,7 +100,7 @@ def test_what_a_donor_has_on_its_host_counts_with_its_load() -> None:
 def test_a_donor_answers_after_its_step_and_what_its_requests_lose_meanwhile_is_charged() -> None:
     """A step takes 0.4 s, of which half is left, and 121 MB slow 8 running requests by a twentieth of 0.6 s."""
     f = Fixture(queued=0, num_running=8, decode_step_s=0.4)
-    f.router.link.record(100 * MB, 100 * MB / 2e8, ("a", "b"))
+    f.router.link.fetched(("a", "b"), 100 * MB, 100 * MB / 2e8)
     chosen = f.choose(allowed=frozenset({"a", "b"})).candidates[1].terms
     sent_s = 121 * MB / 2e8
     assert chosen.fetch_s == pytest.approx(0.02 + 0.2 + sent_s)
@@ -191,7 +191,7 @@ def test_a_pair_that_failed_is_left_alone_for_a_while() -> None:
 def test_a_link_that_was_slow_is_believed_to_be_quicker_as_time_passes() -> None:
     now_s = [0.0]
     links = LinkRates(lambda: now_s[0])
-    links.record(10 * MB, 10.0, ("a", "b"))
+    links.fetched(("a", "b"), 10 * MB, 10.0)
     assert not links.unsure
     assert links.rates(["a"], ["b", "c"]).tolist() == [[MB], [MB]]
     now_s[0] = 30.0
@@ -209,11 +209,11 @@ def test_whether_a_slow_link_is_quicker_by_now_is_tried_where_the_request_goes_a
     """121 MB took 24 s. After 60 s they may take 0.17, and "b" would begin soonest in both cases. No estimate counts on
     that, nor does a request that waits move for it."""
     f = Fixture(queued=queued)
-    f.router.link.record(100 * MB, 20.0, ("a", "b"))
+    f.router.link.fetched(("a", "b"), 100 * MB, 20.0)
     measured = f.choose()
     assert measured.fetch is None
     f = Fixture(queued=queued)
-    f.router.link.record(100 * MB, 20.0, ("a", "b"))
+    f.router.link.fetched(("a", "b"), 100 * MB, 20.0)
     f.now_s += 60.0
     f.router.update([replace(view, time_s=f.now_s) for view in (f.a, f.b)])
     decision = f.choose()
@@ -260,7 +260,7 @@ def test_the_prefill_replica_of_a_pair_takes_the_answer_from_the_decode_replica(
     """The link carries 200 MB/s: 61 MB take 0.32 s, to compute them takes 0.98."""
     f = Fixture()
     router = apart(f)
-    router.link.record(100 * MB, 100 * MB / 2e8, ("d", "p"))
+    router.link.fetched(("d", "p"), 100 * MB, 100 * MB / 2e8)
     decision = router.choose(f.query())
     assert (decision.replica_id, decision.prefill_id) == ("d", "p")
     fetch = decision.fetch
@@ -295,7 +295,7 @@ def test_a_slow_link_to_a_prefill_replica_is_tried_again_though_kv_transfers_go_
     """61 MB took 12 s. After 60 s they may take 0.8, and that KV transfers are quick does not tell."""
     f = Fixture()
     router = apart(f)
-    router.link.record(100 * MB, 20.0, ("d", "p"))
+    router.link.fetched(("d", "p"), 100 * MB, 20.0)
     assert router.explain_only(f.query()).fetch is None
     f.now_s += 60.0
     router.link.record(100 * MB, 0.1)
