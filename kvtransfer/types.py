@@ -185,10 +185,10 @@ class TransferSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WriteTimes:
-    """How long one write of pages took, by the transfer library's own clock."""
+    """How long one write of pages took."""
 
-    post_s: float  # to post it; over CMA that is the copy
-    wire_s: float  # until it had arrived, the post included
+    post_s: float  # of this thread's processor time, to post it; over CMA that is the copy
+    wire_s: float  # until it had arrived, the post included, by the transfer library's own clock
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,7 +24,7 @@ import numpy.typing as npt
 from routing.types import Floats, Ints, LoadEstimate, PageFetch
 
 FIXED_S = 0.02  # the receiver's grant, its order to the donor, the donor's answer: events between two steps
-SLOWED = 0.05  # by which share the donor's steps are longer while it sends: what it holds itself to
+SLOWED = 0.05  # by which share the donor's steps are longer while it sends: the aim (docs/log/2026-11-29-fetches.md)
 GAIN = 0.1  # estimates are wrong: so much of what computing costs must be won, and GAIN_S
 GAIN_S = 0.005
 MOST_DONORS = 4  # that are compared: those with most of the prompt, of equals those that were asked for least

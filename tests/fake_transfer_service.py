@@ -130,6 +130,7 @@ class FakeTransferService:
         self.free_pages: Callable[[], set[int]] = set  # of its pool: nothing may be read from or written to these
         self.shared_pages: Callable[[], set[int]] = set  # of its prefix cache: nothing may be written to these
         self.on_event: Callable[[], None] = lambda: None
+        self.holds_back = False
         self.closed = False
         self.error: BaseException | None = None
         self._page_size = page_size

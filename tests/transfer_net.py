@@ -369,7 +369,7 @@ class SimEngine:
                 self.links.close(end.link)
                 core.link_down(end.link, end.broken)
         core.expire()
-        core.post_writes()
+        core.post_writes(holds_back=True)
         core.check()
         for event in core.events:
             self.take_event(event)

@@ -80,8 +80,8 @@ class KvTransfer:
             raise ValueError("a cluster token is wanted: without it any process could write into the pool")
         self._settings = settings
         self._layout = layout
-        self._make_ports = make_ports
         self.on_event = on_event
+        self.holds_back = False
         self._clock = clock
         self._orders: collections.deque[Order] = collections.deque()
         self._events: collections.deque[TransferEvent] = collections.deque()
@@ -97,7 +97,7 @@ class KvTransfer:
             settings.host, token=settings.token, call_timeout_s=settings.call_timeout_s, now=clock()
         )
         self.address = PeerAddress(host=settings.host, port=self._links.port, incarnation=uuid.uuid4().hex)
-        self._thread = threading.Thread(target=self._main, name="manta-transfer", daemon=True)
+        self._thread = threading.Thread(target=self._main, args=(make_ports,), name="manta-transfer", daemon=True)
 
     def start(self) -> None:
         """Start the thread and wait until the ports are made. Raises: what making them raised."""
@@ -211,10 +211,10 @@ class KvTransfer:
 
     # the transfer thread
 
-    def _main(self) -> None:
+    def _main(self, make_ports: Callable[[], Sequence[RankPort]]) -> None:
         ports: Sequence[RankPort] = ()
         try:
-            ports = self._make_ports()
+            ports = make_ports()
             core = self._open(ports)
             self._started.set()
             self._run(core)
@@ -247,7 +247,7 @@ class KvTransfer:
                 self._links.expire(core.now)
                 core.expire()
                 expire_s = core.now + DEADLINE_STEP_S
-            moved |= core.post_writes()
+            moved |= core.post_writes(holds_back=self.holds_back)
             self._publish(core)
             wait_s = self._pace(core, wait_s, moved)
 

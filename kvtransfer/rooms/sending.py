@@ -25,7 +25,8 @@ from kvtransfer.types import PageIds, SendDrained, SendFailed, SendOrder, Transf
 
 log = logging.getLogger(__name__)
 
-# Of a donor's time, the part in which it copies pages for those that fetch: its own requests run meanwhile.
+# Of a donor's time, the part in which it copies pages for those that fetch, while its own requests decode. With a
+# twentieth, fetches came too late (docs/log/2026-11-29-fetches.md).
 FETCH_SHARE = 0.25
 MAX_WRITES = 2  # in flight to one receiver: the next is posted while the last one ends
 MAX_ENDED = 10_000  # rooms that are remembered as over
@@ -289,9 +290,11 @@ class SendingRooms:
 
     # the loop
 
-    def post_writes(self, now: float) -> bool:
+    def post_writes(self, now: float, *, holds_back: bool) -> bool:
         """Post writes to each receiver, one at a time in turn; the digests of the second are made while the first is
-        copied. Returns: whether there was any."""
+        copied. ``holds_back``: for fetches only in FETCH_SHARE of the time. Returns: whether there was any."""
+        if not holds_back:
+            self._rests_until_s = now
         posted: set[str] = set()
         for _ in range(MAX_WRITES):
             posted |= {each for each, receiver in self._receivers.items() if self._post_next(receiver, now)}

@@ -188,8 +188,8 @@ class TransferCore:
         self.sending.expire(self.now)
         self.receiving.expire(self.now)
 
-    def post_writes(self) -> bool:
-        return self.sending.post_writes(self.now)
+    def post_writes(self, *, holds_back: bool) -> bool:
+        return self.sending.post_writes(self.now, holds_back=holds_back)
 
     @property
     def next_s(self) -> float:

@@ -54,6 +54,7 @@ class TransferService(Protocol):
     that misbehaves is an event, never an exception."""
 
     address: PeerAddress
+    holds_back: bool  # requests decode here: copy for fetches in a part of the time alone
     on_event: Callable[[], None]  # called on the transfer thread when `drain_events` has something; must not block
 
     def receive(self, order: ReceiveOrder) -> None:

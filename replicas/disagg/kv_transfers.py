@@ -65,8 +65,11 @@ class PdTransfers:
             self._decode.submit(reqs, leg)
 
     def follows(self, req: Req) -> bool:
-        """Let ``req``, which has no leg, wait for a fetch that brings some of its prompt. Returns: whether it waits."""
-        return self._decode.follows(req)
+        """Park ``req``, which has no leg, if a fetch brings some of its prompt. Returns: whether that is so."""
+        if not self._decode.follows(req):
+            return False
+        self._scheduler.park(req)
+        return True
 
     def require_new_room(self, request: GenerateRequest) -> None:
         """Raise InvalidRequest if an earlier try of the room has not ended here."""
@@ -101,7 +104,9 @@ class PdTransfers:
         return [token for token in own if token is not None]
 
     def settle(self) -> None:
-        """Close the rooms of legs that have ended; after every call that may end a request."""
+        """Close the rooms of legs that have ended, and say whether requests decode; after every call that may end a
+        request, and before each step."""
+        self._service.holds_back = bool(self._scheduler.queues.decoding)
         for req in self._scheduler.queues.away.take_ended():
             (self._prefill if req.is_prefill_leg else self._decode).leave(req)
 
@@ -118,7 +123,7 @@ class PdTransfers:
             case SendReady(prefix=prefix) if prefix is not None:
                 self._donor.serve(event.room, event.first_page, prefix)
             case SendReady():
-                return self._prefill.on_ready(event)
+                return self._prefill.on_ready(event, follows=self._decode.follows)
             case SendDone():
                 self._donor.end(event.room)
                 return self._prefill.on_done(event.room)

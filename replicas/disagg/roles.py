@@ -40,7 +40,7 @@ or refused: it computes all. `Donor`: SendReady ── pages locked, sent ──
 A prefill leg may fetch first (`PdTransfer.fetch`): what its decode replica has of the answers before.
 
 The other choices of an n > 1 request are parked until the prompt of choice 0 is here (or will not come), and so are
-later requests that begin with what is being fetched; they find it in the radix cache.
+later requests, prefill legs too, that begin with what is being fetched; they find it in the radix cache.
 Prompt logprobs and requests without output need a forward over the prompt here, without a transfer.
 """
 
@@ -156,41 +156,39 @@ class Rooms:
 
     def __init__(self, kv: KvCache) -> None:
         self._kv = kv
-        self._reqs: dict[int, Req] = {}
-        self._legs: dict[int, Leg] = {}  # of those, which have another one once their fetch is over
+        self._open: dict[int, tuple[Req, Leg]] = {}
 
     def __len__(self) -> int:
-        return len(self._reqs)
+        return len(self._open)
 
     def __iter__(self) -> Iterator[Req]:
-        return iter(self._reqs.values())
+        return iter([req for req, _ in self._open.values()])
 
     def __contains__(self, room: int) -> bool:
-        return room in self._reqs
+        return room in self._open
 
     def require_new(self, room: int) -> None:
         """Raise InvalidRequest if ``room`` is open: writes of an earlier try may still be under way."""
-        if room in self._reqs:
+        if room in self._open:
             raise InvalidRequest(
-                f"room {room} belongs to request {self._reqs[room].rid} here: take a new room for every try",
+                f"room {room} belongs to request {self._open[room][0].rid} here: take a new room for every try",
                 param="kv_transfer",
             )
 
     def open(self, req: Req) -> None:
         room = leg_of(req).ticket.room
-        assert room not in self._reqs, f"room {room} is open"
-        self._reqs[room], self._legs[room] = req, leg_of(req)
+        assert room not in self._open, f"room {room} is open"
+        self._open[room] = req, leg_of(req)
 
     def find(self, room: int) -> Req | None:
         """Return the request of ``room``, ended or not; None if the room is not open here."""
-        return self._reqs.get(room)
+        return self._open.get(room, (None,))[0]
 
     def end(self, room: int) -> Req | None:
         """Close ``room`` after its last event: no peer touches its pages. Returns: its request."""
-        req = self._reqs.pop(room, None)
-        if req is None:
+        if room not in self._open:
             return None
-        leg = self._legs.pop(room)
+        req, leg = self._open.pop(room)
         leg.exposed = False
         if leg.detained is not None:
             assert isinstance(leg.detained, Detained)
@@ -283,8 +281,9 @@ class PrefillRole:
             leg.closing = True
             self._service.abort_send(leg.ticket.room, _why(req))
 
-    def on_ready(self, event: SendReady) -> NewToken | None:
-        """Start the prefill. Returns: the end of the request, if the receiver asks for pages that cannot be sent."""
+    def on_ready(self, event: SendReady, *, follows: Callable[[Req], bool]) -> NewToken | None:
+        """Start the prefill, unless it ``follows`` a fetch. Returns: the end of the request, if the receiver asks for
+        pages that cannot be sent."""
         req = self.rooms.find(event.room)
         if req is None or req.state is ReqState.FINISHED:
             return None
@@ -294,7 +293,8 @@ class PrefillRole:
         leg = leg_of(req)
         leg.first_page = leg.next_page = event.first_page
         leg.exposed = True
-        self._scheduler.unpark(req)
+        if not follows(req):
+            self._scheduler.unpark(req)
         return None
 
     def on_done(self, room: int) -> NewToken | None:
@@ -397,6 +397,7 @@ class DecodeRole:
         self._clock = parts.clock
         self.rooms = Rooms(parts.kv)
         self._siblings: dict[str, list[Req]] = {}  # parked, by the rid whose prompt they wait for
+        self._told: list[NewToken] = []  # reports that no event of a room brought
 
     def submit(self, reqs: Sequence[Req], leg: Leg) -> None:
         """Queue the ``leg`` of one request, for a grant where possible; ``reqs``: all of its choices."""
@@ -405,6 +406,7 @@ class DecodeRole:
         if (reason := self._no_kv_transfer(first)) is not None:
             leg.report = PdTransferReport(transferred=False, reason=reason)
             self._scheduler.accept(first)
+            self._told.append(NewToken(first, None, None))
             self._goes_on(first)
             for req in siblings:
                 self._scheduler.submit(req)
@@ -417,10 +419,9 @@ class DecodeRole:
             self._siblings[first.rid] = siblings
 
     def follows(self, req: Req) -> bool:
-        """Park ``req``, which has no leg, if a fetch brings some of its prompt. Returns: whether that is so."""
+        """Let ``req`` be unparked once a fetch is over that brings some of its prompt. Returns: whether one does."""
         first = fetch_for(req, self.rooms, self._kv)
         if first is not None:
-            self._scheduler.park(req)
             self._siblings.setdefault(first.rid, []).append(req)
         return first is not None
 
@@ -453,16 +454,14 @@ class DecodeRole:
             leg.first_page = holding.prefix_len // self._kv.page_size
             if _fetches(req) and holding.prefix_len >= leg.ticket.end_len:  # it has been computed here meanwhile
                 self.rooms.end(leg.ticket.room)
-                leg.report = self._report(req)
-                fetched(self._scheduler, req, holding.prefix_len)
-                self._goes_on(req)
-                self._release_siblings(req)
+                self._told.append(self._has(req, holding.prefix_len, self._report(req)))
                 continue
             pages = self._kv.pages(req, leg.first_page, -(-handed_len(req, self._kv) // self._kv.page_size))
             self._open(req, leg.first_page, pages)
 
     def stop_waiting(self) -> list[NewToken]:
-        """Compute the requests here that waited too long for row and pages. Returns: reports, as `on_failed`."""
+        """Compute the requests here that waited too long for row and pages. Returns: as `on_failed`, all reports since
+        the last call that no event of a room brought."""
         now_s, most_s = self._clock(), self._terms.open_timeout_s
 
         def limit_s(req: Req) -> float:
@@ -471,10 +470,10 @@ class DecodeRole:
         late = [req for req in self._scheduler.queues.prealloc if req.stamps.arrival_s + limit_s(req) <= now_s]
         for req in late:
             self._dismiss(req)
-        return [
-            self._fall_back(req, f"no row and pages for it on the decode side within {limit_s(req):.0f} s")
-            for req in late
-        ]
+            why = f"no row and pages for it on the decode side within {limit_s(req):.0f} s"
+            self._told.append(self._fall_back(req, why))
+        told, self._told = self._told, []
+        return told
 
     def _dismiss(self, req: Req) -> None:
         """Stop the wait of the peer of ``req``, whose room is not open yet: open it for no page, and abort it."""
@@ -551,9 +550,12 @@ class DecodeRole:
         first = leg_of(req).first_page * self._kv.page_size
         end_len = event.meta.token_range[1]  # whole pages of those that were asked for (kvtransfer/rooms/receiver.py)
         num_pages = (end_len - first) // self._kv.page_size
-        leg_of(req).report = self._report(
-            req, num_pages=num_pages, num_bytes=event.num_bytes, transfer_s=event.transfer_s
-        )
+        report = self._report(req, num_pages=num_pages, num_bytes=event.num_bytes, transfer_s=event.transfer_s)
+        return self._has(req, end_len, report)
+
+    def _has(self, req: Req, end_len: int, report: PdTransferReport) -> NewToken:
+        """As `_fetched`: pages of ``end_len`` tokens are here, as ``report`` says."""
+        leg_of(req).report = report
         fetched(self._scheduler, req, end_len)
         self._goes_on(req)
         self._release_siblings(req)

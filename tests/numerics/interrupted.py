@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from kvtransfer.rooms import sending
+from kvtransfer.rooms.kv_transfer import KvTransfer
 from kvtransfer.types import PdTicket, TransferStats
 from replicas.types import (
     EngineStats,
@@ -100,8 +101,9 @@ def decode_leg(
 
 
 def slow_copies() -> None:
-    """A probe: a donor whose fetches take long, since it copies in a thousandth of its time."""
+    """A probe: a donor whose fetches take long, since it copies in a thousandth of its time, as if requests decoded."""
     sending.FETCH_SHARE = 0.001
+    KvTransfer.holds_back = property(lambda _: True, lambda *_: None)  # type: ignore[assignment]
 
 
 def fetch_of(donor: EngineProcess, computed: GenerateRequest, room: int) -> GenerateRequest:

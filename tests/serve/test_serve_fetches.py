@@ -121,7 +121,7 @@ def test_users_who_share_a_prefix_fetch_it_and_get_the_same_bytes_also_after_mem
     for each in bursts:
         print(f"TTFT {[round(ttft_s, 2) for ttft_s in sorted(answer.ttft_s for answer in each)]}")
     for rid, fetch in {**told, **again}.items():
-        print(rid, fetch["sentence"])
+        print(rid, fetch["sentence"], fetch["report"])
     assert HTTP.post(f"{app.url}/flush_cache", timeout=60).status_code == 200
     donor = app.states()[0]["replica"]["replica_id"]
     alone = [ask(app, prompt(user), only_on=donor).text for user in range(USERS)]

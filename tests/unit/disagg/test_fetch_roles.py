@@ -94,6 +94,7 @@ def test_only_what_is_missing_is_fetched_and_nothing_if_all_is_here() -> None:
     pair.decode.submit(fetching(pair, ask("b", PROMPT)))
     quiet(pair)
     assert pair.decode.report("b").num_pages == 0
+    assert not pair.decode.deltas["b", 0][0].token_ids  # told at once, not with its first token
     assert pair.decode.ids("a") == pair.decode.ids("b") == continuation(PROMPT, 8)
 
 
@@ -136,6 +137,19 @@ def test_a_fetch_that_finds_no_pages_in_time_is_computed_in_its_turn() -> None:
     pair.clock.now_s += 1.0
     quiet(pair)
     assert pair.decode.ids("a") == continuation(PROMPT, 8)
+
+
+def test_a_donor_holds_back_while_its_requests_decode() -> None:
+    pair, donor = Pair(), "its own"
+    assert not pair.prefill.service.holds_back
+    pair.prefill.submit(ask(donor, PROMPT, max_new_tokens=3))
+    seen = list[tuple[int, bool]]()
+    while pair.prefill.end(donor) is None:
+        pair.turn()
+        seen.append((len(pair.prefill.ids(donor)), pair.prefill.service.holds_back))
+    assert {held for num_tokens, held in seen if num_tokens == 0} == {False}  # its prompt is computed
+    assert {held for num_tokens, held in seen if num_tokens in (1, 2)} == {True}
+    assert seen[-1] == (3, False)
 
 
 def test_all_choices_find_what_the_first_one_fetched() -> None:
@@ -213,6 +227,27 @@ def test_a_prefill_leg_fetches_the_answer_before_it_hands_the_prompt_over() -> N
     assert pair.decode.report("second").num_pages == 1
 
 
+@pytest.mark.parametrize("comes", [True, False])
+def test_a_prefill_leg_waits_for_what_another_one_fetches(comes: bool) -> None:
+    pair = Pair()
+    prompt = second_turn(pair)
+    ask_both(pair, "second", prompt, end_len=32)
+    pair.until(pair.prefill, "second", ReqState.RECEIVING, pump=0)
+    for leg, side in zip(pair.legs(ask("follows", [*prompt, 7])), (pair.prefill, pair.decode), strict=True):
+        side.submit(leg)
+    for _ in range(20):
+        pair.turn(pump=0)
+    follows = pair.prefill.engine.find("follows")
+    assert follows is not None
+    assert follows.state is ReqState.WAITING
+    if not comes:
+        pair.wire.fail(99)
+    quiet(pair)
+    for rid, of in (("second", prompt), ("follows", [*prompt, 7])):
+        assert pair.decode.ids(rid) == continuation(of, 8)
+    assert pair.decode.deltas["follows", 0][-1].usage.cached_tokens == (32 if comes else 36)
+
+
 @pytest.mark.parametrize("how", ["failure", "a ticket that does not fit", "abort", "is here"])
 def test_a_prefill_leg_whose_fetch_ends_otherwise_is_handed_over_all_the_same(how: str) -> None:
     pair = Pair()
@@ -238,5 +273,6 @@ def test_a_prefill_leg_whose_fetch_ends_otherwise_is_handed_over_all_the_same(ho
         assert pair.decode.end("second") is FinishReason.ABORT
         return
     assert pair.prefill.report("second").transferred == (how == "is here")
+    assert pair.prefill.deltas["second", 0][0].finish is None  # told before the leg ends: the answer may end first
     assert pair.decode.report("second").transferred
     assert pair.decode.ids("second") == continuation(prompt, 8)

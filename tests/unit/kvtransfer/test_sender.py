@@ -305,30 +305,35 @@ class Port:
         self.posted.append(order)
 
 
-def test_a_donor_copies_for_fetches_in_a_quarter_of_its_time_and_hands_over_meanwhile() -> None:
-    """Each write took 0.1 s to copy: no page of a fetch is copied in the 0.3 s after it."""
+def test_a_donor_whose_requests_decode_copies_for_fetches_in_a_quarter_of_its_time_and_hands_over_meanwhile() -> None:
+    """Each write took 0.1 s to copy: no page of a fetch is copied in the 0.3 s after it, unless nobody decodes."""
     port, of = Port(), layout()
     settings = TransferSettings(host="here", token=b"secret", pages_per_write=1)
     rooms = SendingRooms(of, settings, [port], events=[], send=lambda *_: None)  # type: ignore[list-item]
     info = RankInfo(rank=0, agent="a", metadata=b"", base_address=0, num_pages=100, device=0)
     rooms.receiver_up(PeerRanks(incarnation="d", fingerprint=of.fingerprint, tp=1, ranks=(info,)), "")
-    ids = np.arange(12, dtype="<i4").tobytes()
+    ids = np.arange(16, dtype="<i4").tobytes()
     fetch = Open(
-        room=1, generation=0, num_tokens=12, first_page=0, pages=(1, 2, 3), deadline_s=9.0,
+        room=1, generation=0, num_tokens=16, first_page=0, pages=(1, 2, 3, 9), deadline_s=9.0,
         prefix=Prefix(salt="", token_ids=ids),
     )  # fmt: skip
     rooms.heard("d", fetch, 0.0)
-    rooms.send(1, 0, page_ids(4, 5, 6), b"meta", 0.0)
-    rooms.post_writes(0.0)
+    rooms.send(1, 0, page_ids(4, 5, 6, 7), b"meta", 0.0)
+    rooms.post_writes(0.0, holds_back=True)
     assert [write.room for write in port.posted] == [1, 1]
+    written = Written(order_id=0, num_bytes=1, times=(WriteTimes(post_s=0.1, wire_s=0.1),))
     for write in list(port.posted):
-        rooms.wrote(0, Written(order_id=write.order_id, num_bytes=1, times=(WriteTimes(post_s=0.1, wire_s=0.1),)), 1.0)
-    assert not rooms.post_writes(1.59)
+        rooms.wrote(0, replace(written, order_id=write.order_id), 1.0)
+    assert not rooms.post_writes(1.59, holds_back=True)
     rooms.expect(replace(ORDER, room=2, generation=0, num_tokens=4), 1.0)
     rooms.heard("d", msgspec.structs.replace(OPEN, room=2, generation=0, num_tokens=4, first_page=0, pages=(7,)), 1.0)
     rooms.send(2, 0, page_ids(8), b"meta", 1.0)
-    rooms.post_writes(1.59)
+    rooms.post_writes(1.59, holds_back=True)
     assert [write.room for write in port.posted[2:]] == [2]
-    rooms.post_writes(1.61)
+    rooms.post_writes(1.61, holds_back=True)
     assert [write.room for write in port.posted[3:]] == [1]
+    rooms.wrote(0, replace(written, order_id=port.posted[3].order_id), 1.61)
+    assert not rooms.post_writes(1.62, holds_back=True)
+    rooms.post_writes(1.62, holds_back=False)
+    assert [write.room for write in port.posted[4:]] == [1]
     rooms.check()
