@@ -24,7 +24,7 @@ from itertools import takewhile
 import numpy as np
 import numpy.typing as npt
 
-from routing.types import Floats, LoadEstimate, ReplicaView, RouteQuery
+from routing.types import Floats, Ints, LoadEstimate, ReplicaView, RouteQuery
 
 # Reports come every 0.05 to 2 s (a setting), so a report 2 s old is still current; an older one is late.
 FRESH_S = 2.0
@@ -147,6 +147,7 @@ def load_estimate_of(data: Floats, eligible: Eligible, now_s: float) -> LoadEsti
         late_tokens=np.minimum(own[LATE], queue),  # what goes before them drains first
         prefill_tokens_per_s=eligible.prefill_tokens_per_s,
         rate_error=eligible.rate_error,
+        share=np.ones(len(queue)),
         rate_step_tokens=eligible.rate_step_tokens,
         decode_step_s=eligible.decode_step_s,
         decode_token_s=eligible.decode_token_s,
@@ -215,10 +216,14 @@ def _measured(values: Floats, prior: float) -> Floats:
     return np.where(known, values, values[known].mean() if known.any() else prior)
 
 
+Tenant = tuple[str, float]  # its name and weight
+
+
 @dataclass(slots=True)
 class _Open:
     sent_s: float
     uncached_tokens: int  # predicted
+    tenant: Tenant
     begun: bool = False  # its first token has come
     leaves: bool = False  # its replica was asked to give it back: those behind it need not wait for it
     adapter: str = ""
@@ -231,6 +236,22 @@ class _Replica:
     open: dict[int, _Open] = field(default_factory=dict)  # by decision number, oldest first
     doubted: tuple[float, ...] = (0.0, 0.0)  # rates that it reported after it was silent
     coming: Counter[str] = field(default_factory=Counter)  # adapters of ``open``, which it holds or loads
+    waiting: Counter[Tenant] = field(default_factory=Counter)  # uncached tokens of those that have not begun
+
+    def begins(self, request: _Open) -> None:
+        """Note that ``request`` waits no more."""
+        if not request.begun:
+            self.waiting[request.tenant] -= request.uncached_tokens
+            self.waiting += Counter()  # without what is 0
+            request.begun = True
+
+    def before(self, tenant: Tenant, own_tokens: float, *, without: int) -> tuple[float, float, float]:
+        """Count of the tokens that wait those that go before ``own_tokens`` of ``tenant``: all of its own, of others as
+        many by weight. ``without``: tokens of a request of it that is not counted. Returns: them, its own, all."""
+        own = self.waiting[tenant] - without
+        by_weight = (own + own_tokens) / tenant[1]
+        others = (min(tokens, by_weight * of[1]) for of, tokens in self.waiting.items() if of != tenant)
+        return own + sum(others), own, self.waiting.total() - without
 
     def since(self, time_s: float) -> list[_Open]:
         """Open requests sent at ``time_s`` or later, oldest first."""
@@ -269,6 +290,7 @@ class Load:
         self._priors[RATE] = PRIOR_PREFILL_TOKENS_PER_S
         self._priors[NUM_RATES] = DEVIATIONS * STEP_SPREAD
         self._where: dict[int, str] = {}  # decision number -> replica
+        self._tenants = set[Tenant]()  # that ever had a request
         self._able: list[_Replica] | None = None  # may take a request; until that changes for one of them
         self._columns = np.zeros(0, dtype=np.intp)  # theirs
         self._eligible: Eligible | None = None  # until one of them reports
@@ -349,10 +371,15 @@ class Load:
         for request in replica.since(view.time_s):
             self._enqueue(replica, request)
 
-    def send(self, replica_id: str, *, number: int, uncached_tokens: int, now_s: float, adapter: str = "") -> None:
+    def send(
+        self, replica_id: str, *, number: int, uncached_tokens: int, now_s: float, adapter: str = "",
+        tenant: Tenant = ("", 1.0),
+    ) -> None:  # fmt: skip
         """Open the request of decision ``number`` at a known replica; ``uncached_tokens`` 0: it receives K/V."""
         replica = self._replicas[replica_id]
-        request = replica.open[number] = _Open(now_s, uncached_tokens, adapter=adapter)
+        request = replica.open[number] = _Open(now_s, uncached_tokens, adapter=adapter, tenant=tenant)
+        replica.waiting[tenant] += uncached_tokens
+        self._tenants.add(tenant)
         if adapter:
             replica.coming[adapter] += 1
         self._where[number] = replica_id
@@ -370,6 +397,7 @@ class Load:
             return False
         replica = self._replicas[replica_id]
         request = replica.open.pop(number)
+        replica.begins(request)
         if request.adapter:
             replica.coming -= Counter([request.adapter])
         column = self._data[:, replica.column]
@@ -396,8 +424,10 @@ class Load:
     def note(self, number: int, *, begun: bool | None = None, leaves: bool | None = None) -> None:
         """Note of a request, if it is still open, whether its first token has come, or whether it is about to leave."""
         if number in self._where:
-            request = self._replicas[self._where[number]].open[number]
-            request.begun = request.begun if begun is None else begun
+            replica = self._replicas[self._where[number]]
+            request = replica.open[number]
+            if begun:
+                replica.begins(request)
             request.leaves = request.leaves if leaves is None else leaves
 
     def eligible(self, *, also: Collection[str] = ()) -> Eligible:
@@ -423,6 +453,27 @@ class Load:
             replica = self._replicas[self._where[number]]
             _keep_ahead(load, np.flatnonzero(eligible.columns == replica.column), replica, number)
         return load
+
+    def shared(
+        self, load: LoadEstimate[Floats], eligible: Eligible, tenant: Tenant, own_tokens: Ints, waits: Iterable[int]
+    ) -> None:
+        """Leave in ``load`` of what waits at each of ``eligible`` what goes before ``own_tokens`` [n] of ``tenant``: a
+        replica serves tenants by shares. What other routers have sent is taken to be of tenants as what this one has.
+
+        Args: waits: decisions of the request, which waits.
+        """
+        numbers = {self._where[number]: number for number in waits}
+        for at, view in enumerate(eligible.views if self._tenants - {tenant} else ()):
+            replica = self._replicas[view.replica_id]
+            if replica.waiting.keys() <= {tenant}:
+                continue
+            mine = replica.open[numbers[view.replica_id]].uncached_tokens if view.replica_id in numbers else 0
+            before, own, total = replica.before(tenant, float(own_tokens[at]), without=mine)
+            queued = load.queued_tokens[at]
+            load.queued_tokens[at] = min(queued, before * max(1.0, queued / max(total, 1.0)))
+            load.late_tokens[at] = min(load.late_tokens[at], own, load.queued_tokens[at])
+            load.share[at] = load.queued_tokens[at] / max(queued, 1.0)
+            load.num_waiting[at] *= load.share[at]
 
     def adapter_s(self, eligible: Eligible, adapter: str) -> Floats:
         """Return how long each of ``eligible`` takes to load ``adapter``: 0 where it is held, or an open request has it
@@ -454,6 +505,10 @@ class Load:
             assert column[TOKENS_SINCE] == sum(request.uncached_tokens for request in since)
             assert column[RECEIVING] >= sum(request.uncached_tokens == 0 for request in since)
             assert min(column[ENDED], column[QUEUE]) >= 0
+            waiting = Counter[Tenant]()
+            for each in replica.open.values():
+                waiting[each.tenant] += 0 if each.begun else each.uncached_tokens
+            assert replica.waiting == waiting, "a tenant's tokens are counted twice or not at all"
             assert replica.coming == Counter(each.adapter for each in replica.open.values() if each.adapter)
 
     def _note_spread(self, column: Floats, told: float, last: float) -> None:

@@ -59,7 +59,7 @@ PeekPath = Callable[[TokenIds, str], list[int]]  # and what names the nodes of t
 # cut into pieces by turns; many, and a burst makes others wait (simulated: python -m benchmarks router tenants)
 QUANTUM = 8
 # both simulated: python -m benchmarks router tenants
-MOST_LEFT_OUT = 4  # steps in a row
+STEP_S = 0.25  # of steps beside a tenant below its share; shorter ones cost tokens (docs/log/2026-11-29-fair-shares.md)
 THROTTLE_S = 10.0  # after which a tenant that asks now and then is not expected any more
 # objectives (`bound_len`); simulated: docs/log/2026-11-29-orders.md
 LATEST, MORE = 3.0, 0.25
@@ -113,6 +113,7 @@ class StepTimes(NamedTuple):
 
     s_per_token: float = 0.0  # of prompts
     step_s: float = 0.0  # of a step that only decodes
+    token_s: float = 0.0  # of a new token, of a prompt or of an answer
 
 
 def set_rank(req: Req, config: SchedulerConfig) -> None:
@@ -173,7 +174,7 @@ class WaitingQueue(ReqQueue):
             super().add(req)
             return
         if self._order.by_objective:
-            own_len = req.num_tokens - self._cached_len(req)
+            own_len = self.uncached_len(req)
             if req.rank.bound.at_len == math.inf:
                 req.rank.bound = self._bound(req, mid_prompt_len, own_len)
             else:  # it was retracted, and has computed a part
@@ -331,12 +332,16 @@ class WaitingQueue(ReqQueue):
         by_place = sorted(range(len(rest)), key=places.__getitem__)
         self.long_masks = pending | {rest[at]: self.long_masks[rest[at]] for at in by_place}
 
+    def uncached_len(self, req: Req) -> int:
+        """Count the tokens of ``req`` to compute if it started now."""
+        return req.num_tokens - self._cached_len(req)
+
     def uncached_tokens(self) -> int:
         """Count the tokens to compute if every request started now; an upper bound where they are many."""
         reqs = self.counted
         if len(reqs) > self._rules.lpm_max_queue:
             return sum(req.num_tokens for req in reqs)
-        return sum(req.num_tokens - self._cached_len(req) for req in reqs)
+        return sum(map(self.uncached_len, reqs))
 
     def check(self) -> None:
         """Assert that what is counted is there."""
@@ -443,7 +448,7 @@ class TenantShares:
     def looks(self, now_s: float) -> None:
         """Count the time since the last look for those that others went before: another step is about to be planned."""
         waited = (req for req in self._passed if req.stamps.admitted_s is None)
-        for req in (*waited, *self.throttle.end_step()):
+        for req in (*waited, *self.throttle.left_out):
             if req.finish is None:
                 req.stamps.passed_s += now_s - self._looked_s
         self._looked_s = now_s
@@ -510,57 +515,40 @@ def _put_behind(order: Sequence[Req], tenants: Container[str]) -> list[Req]:
 
 
 class Throttle:
-    """What steps leave out for the prompt of a tenant below its share: one that goes first, and has no other waiting.
+    """Bounds the steps of other tenants beside a tenant below its share: one that goes first, and has no other waiting.
 
-    In the step in which it ends, running requests that wait it out make no token, and their part of the step is its
-    own if it ends with that. Until THROTTLE_S after it began, prompts of those that do not go first have no more of a
-    step than it had: its tenant may ask again.
+    While a request of such a tenant begins or runs, running requests that wait it out make a token by turns: as many a
+    step as keep that below STEP_S. If its prompt takes so long by itself, none of them does; in the step after that, as
+    many do as take a quarter. Until THROTTLE_S later, prompts of tenants that do not go first have the rest of a step.
     """
 
     def __init__(self, shares: TenantShares) -> None:
         self._shares = shares
-        self._steps: list[list[Req]] = [[]]  # whom they left out: those in a row that left some, and the one under way
-        self._began: dict[str, tuple[int, float]] = {}  # by tenant, of its last such prompt: tokens, when; newest last
+        self._until_s = -math.inf
+        self.left_out: list[Req] = []  # running requests that make no token in the step under way
 
-    def end_step(self) -> list[Req]:
-        """Begin another step. Returns: those that were left out of the one before."""
-        left_out = self.left_out
-        self._steps = [*self._steps, []] if left_out else [[]]
-        return left_out
+    def most_tokens(self, now_s: float, times: StepTimes) -> float:
+        """Return how many tokens, of prompts and answers, a step may have."""
+        return STEP_S / times.token_s if times.token_s and now_s < self._until_s else math.inf
 
-    @property
-    def left_out(self) -> list[Req]:
-        """The running requests that make no token in the step under way."""
-        return self._steps[-1]
+    def leave_out(self, running: Sequence[Req], begin: Mapping[Req, int], now_s: float, times: StepTimes) -> list[Req]:
+        """Choose which of ``running`` make no token in the next step: the last ones wait longest, and do.
 
-    def leave_out(self, running: Iterable[Req], ending: Iterable[Req]) -> list[Req]:
-        """Choose which of ``running`` make no token in the step in which the prompts of ``ending`` end."""
-        self._steps[-1] = self._waiting_out(running, ending)
+        Args: begin: prompts that may be in it, and how much of each.
+        """
+        shares, below = self._shares, list[Req]()
+        if shares.several:
+            below = [req for req in (*begin, *running) if self._is_below_share(req)]
+        before, self.left_out = set(self.left_out), []
+        if below:
+            self._until_s = now_s + THROTTLE_S
+            others = [req for req in running if shares.waits_out(req, below)]
+            most = self.most_tokens(now_s, times)
+            begin_len = sum(begin[req] for req in below if req in begin)
+            left = most - (len(running) - len(others)) - begin_len
+            least = 0.0 if begin_len and not before.issuperset(others) else max(1.0, most / 4)
+            self.left_out = others[: len(others) - int(min(max(left, least), len(others)))]
         return self.left_out
-
-    def num_left_out(self, running: Iterable[Req], req: Req) -> int:
-        """Count those of ``running`` that make no token in a step in which the prompt of ``req`` ends."""
-        return len(self._waiting_out(running, [req]))
-
-    def began(self, req: Req, num_tokens: int, now_s: float) -> None:
-        """Note that ``req`` begins, with ``num_tokens`` of its prompt to compute."""
-        if self._shares.several and self._is_below_share(req):
-            self._began = {tenant: each for tenant, each in self._began.items() if now_s - each[1] < THROTTLE_S}
-            self._began.pop(req.asked.tenant, None)
-            self._began[req.asked.tenant] = num_tokens, now_s
-
-    def most_len(self, req: Req, now_s: float) -> float:
-        """Return how many prompt tokens a step may have in which ``req`` begins or goes on."""
-        if self._shares.precedence(req) is Precedence.FIRST:
-            return math.inf
-        others = (each for tenant, each in reversed(self._began.items()) if tenant != req.asked.tenant)
-        return next((num_tokens for num_tokens, at_s in others if now_s - at_s < THROTTLE_S), math.inf)
-
-    def _waiting_out(self, running: Iterable[Req], ending: Iterable[Req]) -> list[Req]:
-        if not self._shares.several or len(self._steps) > MOST_LEFT_OUT:
-            return []
-        below = [req for req in ending if self._is_below_share(req)]
-        return [req for req in running if self._shares.waits_out(req, below)] if below else []
 
     def _is_below_share(self, req: Req) -> bool:
         shares = self._shares

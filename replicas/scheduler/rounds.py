@@ -185,12 +185,12 @@ class _Masks(Feature):
         return sum(req.guide.mask_s for req in queues.running if req.guide is not None) > self._most_s
 
     def applied(self, plan: StepPlan, reqs: Sequence[Req], tokens: Sequence[NewToken]) -> None:
-        """Charge what the masks took as the prompt tokens that would have been computed meanwhile."""
+        """Charge what the masks took as the tokens that would have been computed meanwhile."""
         waiting = self.queues.waiting
-        s_per_token = waiting.step_times.s_per_token
+        token_s = waiting.step_times.token_s
         for req, guide in ((token.req, token.req.guide) for token in tokens):
-            if guide is not None and s_per_token:
-                waiting.shares.charge(req, int(guide.mask_s / s_per_token))
+            if guide is not None and token_s:
+                waiting.shares.charge(req, int(guide.mask_s / token_s))
 
 
 def _begun(req: Req, *, first: bool) -> Iterator[tuple[Req, Finish]]:
@@ -364,6 +364,13 @@ def give_way(
     if chunked is not None:
         take_from(Need.STEP, itertools.islice(could_begin(higher), 1))
         take_from(Need.TURN, heads)
+    if shares.several or shares.throttle.left_out:
+        begin = {head: queues.waiting.uncached_len(head) for head in heads}
+        if queues.chunked is not None:
+            begin[queues.chunked] = queues.chunked.extend_len
+        left_out = set(shares.throttle.leave_out(queues.running, begin, now_s, queues.waiting.step_times))
+        queues.paused += [req for req in queues.running if req in left_out]
+        queues.running = [req for req in queues.running if req not in left_out]
     if queues.chunked is not None:
         first = could_begin(queues.waiting.in_time_before(queues.chunked, now_s))
         take_from(Need.TIME, (req for req in first if begins_at_once(req, queues, kv, now_s)))

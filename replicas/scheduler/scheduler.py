@@ -29,7 +29,6 @@ from replicas.scheduler.decode import (
     SharedPrefixes,
     decode_plan,
     decode_rows,
-    leave_out,
     plan_ahead,
     prompt_groups,
     table_writes,
@@ -158,13 +157,10 @@ class Scheduler:
         if batch.rows:
             self.last.made_progress = True
             writes = table_writes(self.kv)
-            prompts = zip(batch.reqs[batch.num_forced :], batch.rows[batch.num_forced :], strict=True)
-            ending = [req for req, row in prompts if row.sample]
-            running, decode = leave_out(ending, decode, queues, self.kv)
-            groups = self._groups(running, first=len(batch.rows)) if decode is not None else ()
-            queues.under_way.begin([*batch.reqs, *(running if decode is not None else ())])
+            groups = self._groups(queues.running, first=len(batch.rows)) if decode is not None else ()
+            queues.under_way.begin([*batch.reqs, *(queues.running if decode is not None else ())])
             of_prompts = prompt_groups(batch.reqs) if self._config.cascade else ()
-            return extend_plan(batch, running, decode, writes, groups, of_prompts)
+            return extend_plan(batch, queues.running, decode, writes, groups, of_prompts)
         if not mixed:
             gave_way, decode = take_slots(*slots)
         if decode is None:

@@ -1,14 +1,13 @@
 """Shares: several tenants on one engine. The device is a fake whose output depends on every slot it reads."""
 
 from collections.abc import Sequence
-from math import inf
 from random import Random
 
 import pytest
 
 from replicas.request import Req, ReqState
 from replicas.scheduler.plan import ExtendPlan
-from replicas.scheduler.precedence import MOST_LEFT_OUT, QUANTUM, THROTTLE_S, TenantShares
+from replicas.scheduler.precedence import QUANTUM, STEP_S, THROTTLE_S, StepTimes, TenantShares
 from replicas.scheduler.prefill import Refusal
 from replicas.scheduler.victims import Need, victims
 from replicas.types import GenerateRequest
@@ -105,9 +104,15 @@ def test_a_flood_does_not_use_up_its_first_credit_before_others_but_a_burst_of_a
         bench.run()
 
 
+def bounded(bench: Bench, num_tokens: int) -> Bench:
+    """Have the steps of ``bench`` take as long per token as allows so many in a bounded step."""
+    bench.scheduler.queues.waiting.step_times = StepTimes(token_s=STEP_S / num_tokens)
+    return bench
+
+
 def test_beside_the_first_credit_of_a_flood_steps_ease_too_and_its_prompts_give_way() -> None:
-    bench = wide()
-    for number in range(60):
+    bench = bounded(wide(), 10)
+    for number in range(16):
         bench.submit(prompt(number, 60), tenant="heavy", cache_salt="heavy", max_new_tokens=40)
     shares = bench.scheduler.queues.waiting.shares
     while len(bench.scheduler.queues.running) < 3 or bench.scheduler.queues.chunked is None:
@@ -277,11 +282,11 @@ def out_of_credit(bench: Bench, *, max_new_tokens: int = 60) -> None:
 
 
 def test_running_requests_without_credit_make_no_token_in_the_step_in_which_a_lighter_tenant_begins() -> None:
-    bench = Bench(max_running=64, num_pages=2048, chunked_prefill_size=64)
+    bench = bounded(Bench(max_running=64, num_pages=2048, chunked_prefill_size=64), 40)
     out_of_credit(bench)
     running = [*bench.scheduler.queues.running]
     made = [req.num_output for req in running]
-    light = bench.submit(prompt(500), tenant="light", cache_salt="light")
+    light = bench.submit(prompt(500, 40), tenant="light", cache_salt="light")
     plan = bench.step()
     assert isinstance(plan, ExtendPlan)
     assert (len(plan.rows), plan.num_decode, light.num_output) == (1, 0, 1)
@@ -295,22 +300,22 @@ def test_running_requests_without_credit_make_no_token_in_the_step_in_which_a_li
     bench.run()
 
 
-def test_no_request_is_left_out_of_more_than_a_few_steps_in_a_row() -> None:
-    bench = Bench(max_running=64, num_pages=2048)
+def test_running_requests_are_left_out_of_no_two_steps_in_a_row() -> None:
+    bench = bounded(Bench(max_running=64, num_pages=2048), 1)
     out_of_credit(bench)
     made = list[bool]()
-    for number in range(3 * (MOST_LEFT_OUT + 1)):
+    for number in range(6):
         bench.submit([1000 * (500 + number)], tenant="light", cache_salt="light", max_new_tokens=1)
         plan = bench.step()
         assert isinstance(plan, ExtendPlan)
         made.append(plan.num_decode > 0)
-    assert made == ([False] * MOST_LEFT_OUT + [True]) * 3
+    assert made == [False, True] * 3
     bench.run()
 
 
 def test_no_step_is_planned_ahead_behind_one_that_leaves_a_request_out() -> None:
     """Else one whose last token is due would be left out of that too, and of those behind it."""
-    bench = Bench(context_len=400, num_pages=256)
+    bench = bounded(Bench(context_len=400, num_pages=256), 4)
     heavy = bench.submit(prompt(1), tenant="heavy", max_new_tokens=150)
     while heavy.max_remaining > 5:
         bench.step()
@@ -330,7 +335,7 @@ def test_no_step_is_planned_ahead_behind_one_that_leaves_a_request_out() -> None
 
 def test_where_two_tenants_flood_neither_is_left_out() -> None:
     """What one gains so the other loses, and steps of few requests make fewer tokens."""
-    bench = Bench(max_running=64, num_pages=2048)
+    bench = bounded(Bench(max_running=64, num_pages=2048), 4)
     for tenant, first in (("one", 0), ("two", 100)):
         flood(bench, 60, tenant, first=first, max_new_tokens=20)
     for _ in range(40):
@@ -342,8 +347,8 @@ def test_where_two_tenants_flood_neither_is_left_out() -> None:
     bench.run()
 
 
-def test_for_a_while_a_step_of_a_tenant_without_credit_has_no_more_of_prompts_than_what_began_beside_it() -> None:
-    bench = Bench(max_running=64, num_pages=2048, context_len=800, chunked_prefill_size=64)
+def test_beside_a_lighter_tenant_and_for_a_while_after_it_prompts_of_others_get_the_rest_of_a_bounded_step() -> None:
+    bench = bounded(Bench(max_running=64, num_pages=2048, context_len=800, chunked_prefill_size=64), 12)
     out_of_credit(bench, max_new_tokens=2)
     for number in range(12):
         bench.submit(prompt(100 + number, 100), tenant="heavy", cache_salt="heavy", max_new_tokens=2)
@@ -354,17 +359,36 @@ def test_for_a_while_a_step_of_a_tenant_without_credit_has_no_more_of_prompts_th
         return max(plan.num_prompt_tokens for plan in plans if isinstance(plan, ExtendPlan))
 
     assert longest() > 20
-    for length, most in ((20, 20), (4, 8), (200, 64)):  # an eighth of the chunk at least
-        light = bench.submit(prompt(500 + length, length), tenant="light", cache_salt="light", max_new_tokens=1)
-        while light.finish is None:
-            bench.step()
-        assert most / 2 < longest() <= most
-    bench.submit(prompt(600, 4), tenant="light", cache_salt="light", max_new_tokens=1)
-    bench.clock.now_s += THROTTLE_S
+    light = bench.submit(prompt(500, 4), tenant="light", cache_salt="light", max_new_tokens=5)
     bench.step()
-    assert longest() <= 8
+    assert (light.num_output, longest()) == (1, 8)  # 12 but for its row, and the chunk ends with a page
+    while light.finish is None:
+        bench.step()
+    assert longest() == 12
     bench.clock.now_s += THROTTLE_S
     assert longest() > 20
+    bench.run()
+
+
+def test_beside_a_lighter_tenants_answer_running_requests_of_a_flood_take_turns() -> None:
+    """5 rows a step, of which one is the light one's: the others get 4 in turn, those that waited longest first."""
+    bench = bounded(Bench(max_running=64, num_pages=2048, chunked_prefill_size=64), 5)
+    out_of_credit(bench)
+    queues = bench.scheduler.queues
+    light = bench.submit(prompt(500, 5), tenant="light", cache_salt="light", max_new_tokens=60)
+    bench.step()
+    heavy = [req for req in queues.decoding if req is not light]
+    made = {req: req.num_output for req in heavy}
+    assert len(heavy) >= 8
+    num_steps = 2 * len(heavy)
+    for _ in range(num_steps):
+        plan = bench.step()
+        assert (plan.num_decode if isinstance(plan, ExtendPlan) else len(plan.rows)) == 5  # type: ignore[union-attr]
+        assert bench.scheduler.schedule_ahead() is None
+    assert light.num_output == 1 + num_steps
+    turns = [req.num_output - made[req] for req in heavy]
+    assert min(turns) > 0
+    assert max(turns) - min(turns) <= 1
     bench.run()
 
 
@@ -467,29 +491,6 @@ def test_tenant_and_weight_come_with_the_request() -> None:
     asked = GenerateRequest(rid="a", token_ids=[1, 2], tenant="t", weight=3.0)  # type: ignore[arg-type]
     req = Req.make(asked, index=0, now_s=0.0, eos_ids=frozenset())
     assert (req.asked.tenant, req.asked.weight) == ("t", 3.0)
-
-
-def test_only_a_light_prompt_of_another_tenant_bounds_the_prompts_of_one_that_floods() -> None:
-    """Shares of 100 tokens: two floods of 2 x 60, and a light tenant. None bounds where it is the only tenant."""
-    shares = TenantShares(100)
-    lengths = {"a": 60, "b": 60, "light": 10, "first": 9}
-    a, b, light, first = (choice_of(name, range(length), tenant=name) for name, length in lengths.items())
-    shares.opens(first)
-    shares.waits(first)
-    shares.throttle.began(first, 9, 0.0)  # no other has come
-    shares.ends(first)
-    shares.begins(first)
-    for tenant in (a, b):
-        for req in (tenant, tenant):
-            shares.opens(req)
-            shares.waits(req)
-    shares.opens(light)
-    shares.waits(light)
-    shares.throttle.began(a, 5, 1.0)
-    assert shares.throttle.most_len(b, 1.0) == inf
-    shares.throttle.began(light, 7, 1.0)
-    assert [shares.throttle.most_len(req, 2.0) for req in (a, b, light)] == [7, 7, inf]
-    assert shares.throttle.most_len(b, 1.0 + THROTTLE_S) == inf
 
 
 def test_where_a_tenant_without_credit_waits_alone_all_begin_anew() -> None:
