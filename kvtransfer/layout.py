@@ -5,7 +5,8 @@ Invariant: one rank's page is contiguous and of one dtype, [L, 2, K / tp, page_s
            (replicas/memory/pool.py) and [L, page_size, D] for "MLA" (replicas/memory/latent_pool.py): a latent vector
            that is K and V of all heads, so every rank has the same. Where numbers are scaled, a head's page_size scales
            follow its numbers (replicas/memory/scaled_pool.py). Pages that carry recurrent states hold their bytes, one
-           state after the other (replicas/memory/state_pool.py).
+           state after the other (replicas/memory/state_pool.py); those that carry windows hold K and V of window
+           layers in the place of others (replicas/runner/kv_access.py), so that heads are cut alike.
 """
 
 import hashlib
@@ -34,6 +35,21 @@ class PageSlice:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Carried:
+    """What pages of their own carry behind those of a sequence: recurrent states, and the windows at its end."""
+
+    state_pages: int = 0
+    window_pages: int = 0  # pages at the end whose part in the window pool is carried, at most
+    window_layers: int = 0  # of such a part
+    num_layers: int = 1  # of a page that carries it
+
+    def num_pages(self, num_tokens: int, page_size: int) -> int:
+        """Count the pages that carry what a sequence of ``num_tokens`` needs."""
+        windows = min(-(-num_tokens // page_size), self.window_pages)
+        return self.state_pages + -(-windows * self.window_layers // self.num_layers)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class KvLayout:
     """Pages of one model instance."""
 
@@ -47,6 +63,8 @@ class KvLayout:
     page_size: int  # tokens
     tp: int
     state_bytes: int = 0  # of a request's recurrent states, which pages of their own carry behind those of its tokens
+    window_layers: int = 0  # beside ``num_layers``, with K and V in a pool of their own; of a sequence's end these
+    window_pages: int = 0  # go likewise: of so many of its last pages
 
     def __post_init__(self) -> None:
         for field in ("num_layers", "num_kv_heads", "head_dim", "item_bytes", "page_size", "tp"):
@@ -54,8 +72,9 @@ class KvLayout:
                 raise ValueError(f"{field} = {getattr(self, field)}: more than 0 and less than {MAX_COUNT} is wanted")
         if self.architecture not in (MHA, MLA) or (self.architecture == MLA and self.num_kv_heads != 1):
             raise ValueError(f"{self.architecture} of {self.num_kv_heads} KV heads: MHA, or MLA of one, is wanted")
-        if self.state_bytes < 0:
-            raise ValueError(f"state_bytes = {self.state_bytes}: 0 or more is wanted")
+        for field in ("state_bytes", "window_layers", "window_pages"):
+            if getattr(self, field) < 0:
+                raise ValueError(f"{field} = {getattr(self, field)}: 0 or more is wanted")
         if self.num_kv_heads % self.num_parts:
             raise ValueError(f"{self.num_kv_heads} KV heads do not split by tp = {self.tp}")
 
@@ -89,9 +108,13 @@ class KvLayout:
         return self.num_layers * self.vectors * self.heads_per_rank * self.head_bytes
 
     @property
-    def state_pages(self) -> int:
-        """The pages that carry a request's recurrent states."""
-        return -(-self.state_bytes // self.page_bytes)
+    def carried(self) -> Carried:
+        return Carried(
+            state_pages=-(-self.state_bytes // self.page_bytes),
+            window_pages=self.window_pages,
+            window_layers=self.window_layers,
+            num_layers=self.num_layers,
+        )
 
     @property
     def fingerprint(self) -> str:

@@ -14,7 +14,7 @@ from importlib import import_module
 from operator import attrgetter
 from typing import Annotated, Any, Literal
 
-from kvtransfer.layout import MHA, MLA, KvLayout, scale_bytes
+from kvtransfer.layout import MHA, MLA, Carried, KvLayout, scale_bytes
 from replicas.errors import InvalidConfig
 from replicas.kernels.weight_formats import NUMBER_BYTES, WeightFormat, table_format
 
@@ -67,6 +67,9 @@ PrefetchPolicy = Annotated[str, NamesOf(("replicas.cache.store_tier:PREFETCH",))
 QueuePolicy = Annotated[str, NamesOf(("replicas.scheduler.orders:ORDERS",))]
 
 
+LEAST_SHARE = 0.4  # of the pages, that have a part in the window pool (docs/log/2026-11-29-window-pools.md)
+WINDOWS_A_TEXT = 4  # kept of a text of full length: where its prompts and answers ended
+WORTH_SPLITTING = 0.75  # of the pages: with parts for more, all layers keep all tokens
 LONGEST_DRAFT = 32  # tokens that one decode step tries of a request at most
 STATE_DRAFT = 4  # of a model that keeps recurrent states, one of them for each
 
@@ -240,6 +243,11 @@ class ModelConfig:
         windows = [kind.window for kind in self.attention_kinds]
         seen = [window for window in windows if window is not None]
         return max(seen) if seen and len(seen) == len(windows) else None
+
+    @property
+    def reach(self) -> int:
+        """The tokens that a layer with a window or chunk sees at most; 0 without one."""
+        return max((kind.window or kind.chunk or 0 for kind in self.attention_kinds), default=0)
 
     @property
     def window_layers(self) -> tuple[bool, ...]:
@@ -493,24 +501,37 @@ class EngineConfig:
     one_order: bool = False
     adapters: AdapterLimits | None = None  # None: none are served
     hands_off: bool = False  # its pages go to other replicas, or come from them
+    whole_pages: bool = False  # likewise, but where what window layers keep does not
     origin: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def window_layers(self) -> tuple[bool, ...]:
         """Of each layer, whether it keeps K and V in the window pool (cache/parts.py); empty: there is none, as pages
         leave the device whole, or the layers are alike."""
-        cache = self.cache
-        whole = self.device != "cpu" or self.hands_off or cache.host_memory_bytes or cache.label_channels is not None
-        whole = whole or bool(self.model.states or self.model.indexes)
-        return () if whole or self.model.mla is not None else self.model.window_layers
+        cache, model = self.cache, self.model
+        whole = self.device != "cpu" or self.whole_pages or cache.host_memory_bytes or cache.label_channels is not None
+        whole = whole or bool(model.states or model.indexes or model.mla is not None)
+        return () if whole or self.window_share > WORTH_SPLITTING else model.window_layers
 
     @property
-    def carried_len(self) -> int:
-        """The slots of the pages that carry a request's recurrent states in a KV transfer; 0 where there are none."""
+    def window_share(self) -> float:
+        """The share of the pages that have a part in the window pool: that of WINDOWS_A_TEXT windows in a text of full
+        length, LEAST_SHARE at least."""
+        return max(LEAST_SHARE, WINDOWS_A_TEXT * self.model.reach / self.model.context_len)
+
+    @property
+    def carried(self) -> Carried:
+        """What pages carry in a KV transfer behind those of a request's tokens."""
         page = self.cache.page_size * self.model.kv_cell_bytes(tp=self.parallel.tp, kv_dtype=self.kv_dtype)
         if not self.hands_off or not page:
-            return 0
-        return -(-self.model.state_bytes(self.device) // page) * self.cache.page_size
+            return Carried()
+        layers = sum(self.window_layers)
+        return Carried(
+            state_pages=-(-self.model.state_bytes(self.device) // page),
+            window_pages=tail_pages(self.model.reach, self.cache.page_size) if layers else 0,
+            window_layers=layers,
+            num_layers=self.model.kept_layers - layers,
+        )
 
     @property
     def filled_in(self) -> dict[str, dict[str, Any]]:
@@ -567,11 +588,11 @@ def kv_layout(config: EngineConfig, model: str, *, tp: int | None = None) -> KvL
             tp: another than the engine's: 1 for bytes that hold all heads.
     Raises: ValueError when the ranks share KV heads (more ranks than heads): such pages cannot be cut by heads.
     """
-    fitted = config.model.rope.fitted_len(config.model.context_len)
+    fitted, carried = config.model.rope.fitted_len(config.model.context_len), config.carried
     return KvLayout(
         model=f"{model}@{fitted}" if fitted else model,
         architecture=MHA if config.model.mla is None else MLA,
-        num_layers=config.model.kept_layers,
+        num_layers=config.model.kept_layers - carried.window_layers,
         num_kv_heads=config.model.num_kv_heads,
         head_dim=config.model.head_dim,
         dtype=config.kv_dtype,
@@ -579,7 +600,15 @@ def kv_layout(config: EngineConfig, model: str, *, tp: int | None = None) -> KvL
         page_size=config.cache.page_size,
         tp=config.parallel.tp if tp is None else tp,
         state_bytes=config.model.state_bytes(config.device),
+        window_layers=carried.window_layers,
+        window_pages=carried.window_pages,
     )
+
+
+def tail_pages(reach: int, page_size: int) -> int:
+    """Count the last pages of a sequence that a token sees which sees ``reach`` tokens: the next one, or the one behind
+    the last page border at which the same sequence can be asked for again."""
+    return -(-(reach - 1) // page_size) + 1
 
 
 def kv_item_bytes(kv_dtype: str) -> int:

@@ -79,6 +79,7 @@ class EngineSettings:
     # for a caller that drains them (loop.py does): what enters and leaves the prefix cache
     record_events: bool = False
     transfer: TransferSettings | None = None  # takes part in KV transfers; peers reach it at its ``transfer_address``
+    whole_pages: bool = False  # of models with windows: its KV transfers want all layers in one page
     make_agent: MakeAgent | None = None  # another transfer library than NIXL; for one rank
     # for an engine that serves: rank 0's KV pool has its memory, or the first of it, from the start, and what
     # constrained requests need of the tokenizer is made soon
@@ -125,7 +126,7 @@ def load_engine(settings: EngineSettings) -> Engine:
             page_home=_page_home(config, kv, ranks.host),
             give_back=ranks.give_back,
             adapters=None if config.adapters is None else HeldAdapters(ranks.adapters(config.adapters), settings.clock),
-            states=None if spec is None else ranks.carried_states(),
+            carrier=None if spec is None else ranks.carrier(),
         ),
         tokenizer=tokenizer,
         transfer=connected,
@@ -173,6 +174,7 @@ def _resolved(settings: EngineSettings) -> EngineConfig:
         one_order=one_order,
         adapters=settings.adapters,
         hands_off=settings.transfer is not None,
+        whole_pages=settings.whole_pages,
         origin=origin,
     )
     for setting, source in config.origin.items():
@@ -212,7 +214,7 @@ def _kv_cache(config: EngineConfig, ranks: Ranks, settings: EngineSettings) -> K
         host=host,
         record_events=settings.record_events,
         clock=settings.clock,
-        carried_len=config.carried_len,
+        carried=config.carried,
     )
     kv.window = config.model.window
     if config.model.states:

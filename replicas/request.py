@@ -138,6 +138,7 @@ class Behind:
     cut_at: int = 0  # some: tokens of the prefix that it would have reused if no part were gone
     chunk_end: int = 0  # some: of its prompt, where a chunk ends
     computed_from: int = 0  # some: tokens behind whose pages nothing is kept for others, as another replica ran them
+    seen_to: int | None = None  # some: the page from which on it has no parts, in a KV transfer
 
 
 NOTHING_BEHIND = Behind()

@@ -15,7 +15,7 @@ from deployments.http.service import config_folder, read_face, tokenizer_folder
 from deployments.places import check_model_path, local_path
 from deployments.settings.adapters import Adapters
 from deployments.settings.groups import with_secrets
-from deployments.settings.roles import check_ranks, config_of, roles_of
+from deployments.settings.roles import check_ranks, config_of, keeps_whole_pages, roles_of
 from deployments.settings.schema import AppConfig, examine, parse
 from deployments.settings.settings_file import setting_of
 from replicas.checkpoints.checkpoint import weight_files
@@ -101,7 +101,7 @@ def engine_of(config: AppConfig, role: Role, *, available_bytes: int = ANY_MEMOR
         attention=own.attention,
         num_threads=own.replicas.num_threads,
     )
-    return replace(resolved, hands_off=role is not Role.UNIFIED)
+    return replace(resolved, hands_off=role is not Role.UNIFIED, whole_pages=keeps_whole_pages(config))
 
 
 def small_pools(config: AppConfig, *, available_bytes: int) -> list[str]:

@@ -32,7 +32,7 @@ from deployments.fleet.node_tasks import DeathWatch
 from deployments.places import local_path
 from deployments.replica.cache_migration import ReplicaMigrations
 from deployments.replica.served_engine import ServedEngine, may_fetch
-from deployments.settings.roles import config_of
+from deployments.settings.roles import config_of, keeps_whole_pages
 from deployments.settings.schema import AppConfig, parse
 from deployments.watch.metrics.replica_metrics import replica_emitter
 from deployments.watch.metrics.server import MetricsServer, ServedMetrics
@@ -59,7 +59,8 @@ class ModelReplica(ServedEngine):
         """``metrics_guard``: the guard of MetricsServer."""
         logs.into_serve()
         offer_stacks()
-        config = config_of(parse(settings), Role(role))
+        of_all = parse(settings)
+        config = config_of(of_all, Role(role))
         settle(num_threads=config.replicas.num_threads, device=config.replicas.device)
         replica_id, node_id = serve.get_replica_context().replica_id.unique_id, ray.get_runtime_context().get_node_id()
         with contextlib.ExitStack() as undo:  # of what was begun, where the rest fails
@@ -70,7 +71,7 @@ class ModelReplica(ServedEngine):
             kv_events = KvEvents(told) if told else None
             if kv_events is not None:
                 undo.callback(kv_events.close)
-            engine = self.load(config, Role(role))
+            engine = self.load(of_all, Role(role))
             loop = EngineLoop(engine)
             loop.start()
             undo.callback(loop.stop)
@@ -96,7 +97,8 @@ class ModelReplica(ServedEngine):
 
     @staticmethod
     def load(config: AppConfig, role: Role) -> "Engine":
-        """Load the engine; a subclass with another engine overrides it."""
+        """Load the engine by the settings of all roles; a subclass with another engine overrides it."""
+        whole_pages, config = keeps_whole_pages(config), config_of(config, role)
         with without_collections():  # a quarter of what these imports take
             from replicas.launch import EngineSettings, load_engine
 
@@ -118,6 +120,7 @@ class ModelReplica(ServedEngine):
                 workers=_workers(config),
                 record_events=True,
                 transfer=_transfer(config, role),
+                whole_pages=whole_pages,
                 commit_pool=True,
             )
         )

@@ -47,6 +47,14 @@ def config_of(config: AppConfig, role: Role) -> AppConfig:
     )
 
 
+def keeps_whole_pages(config: AppConfig) -> bool:
+    """Tell whether replicas of any role keep all tokens in layers that see a window too: on a GPU, with a host tier, or
+    for fetches. Then all do, since KV transfers want equal pages on both sides."""
+    of_roles = [config_of(config, role) for role in roles_of(config)]
+    whole = any(own.replicas.gpus or own.cache.host_memory_bytes for own in of_roles)
+    return whole or config.transfer.fetch == "auto"
+
+
 def check_ranks(config: AppConfig, *, num_kv_heads: int | None = None, latent: bool = False) -> None:
     """Check that each rank of several has a GPU of its own, if any, as NCCL wants. And that the ranks of both roles,
     or of two replicas that fetch, can hand pages to each other: each rank has whole KV heads, and all heads of a rank

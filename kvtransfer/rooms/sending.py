@@ -188,7 +188,8 @@ class SendingRooms:
     def _refusal(self, message: Open, receiver: _Receiver) -> str:
         """Return why an open cannot be right, or an empty string. Page 0 is the sink of every pool."""
         pages = message.pages
-        whole = -(-message.num_tokens // self._layout.page_size) + self._layout.state_pages
+        size = self._layout.page_size
+        whole = -(-message.num_tokens // size) + self._layout.carried.num_pages(message.num_tokens, size)
         if message.prefix is not None and (wrong := self._wrong_fetch(message)):
             return wrong
         if message.first_page < 0 or message.first_page + len(pages) > whole:

@@ -26,6 +26,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from kvtransfer.layout import Carried
 from kvtransfer.pages import page_keys
 from replicas.cache.audit import audit
 from replicas.cache.base import Lock
@@ -38,10 +39,12 @@ from replicas.cache.store_tier import StoreTier
 from replicas.cache.tiers import HiRadixCache
 from replicas.config import LONGEST_DRAFT, CacheConfig
 from replicas.errors import InvalidRequest
-from replicas.memory.allocator import Pages, ReqToTokenPool, Slots, len_with_states
+from replicas.memory.allocator import Pages, ReqToTokenPool, Slots, len_with_carried
 from replicas.memory.sizing import SLACK, PoolSize
 from replicas.request import Behind, Holding, Req
 from replicas.types import PdLeg, TokenIds
+
+NOTHING_CARRIED = Carried()
 
 
 class KvCache:
@@ -57,10 +60,10 @@ class KvCache:
         host: HostTier | None = None,
         record_events: bool = False,
         clock: Callable[[], float] = time.monotonic,
-        carried_len: int = 0,
+        carried: Carried = NOTHING_CARRIED,
     ) -> None:
         """``cache``: whether and in which order pages are kept; ``host``: pages that leave the pool move there.
-        ``carried_len``: slots, behind its tokens', of the pages that carry a request's states in a KV transfer.
+        ``carried``: what pages carry in a KV transfer behind those of a request's tokens.
         """
         cache = cache or CacheConfig()
         self.page_size = size.page_size
@@ -73,8 +76,8 @@ class KvCache:
             host=host,
         )
         self.cache = self.store.cache
-        self.carried_len = carried_len
-        self.table = ReqToTokenPool(max_requests, len_with_states(context_len, size.page_size, carried_len))
+        self.carried = carried
+        self.table = ReqToTokenPool(max_requests, len_with_carried(context_len, size.page_size, carried))
         self._allocator, self._radix, self._has_sessions = self.store.allocator, self.store.radix, cache.sessions
         self._parts = self.store.parts
         self._holders: dict[int, Req] = {}  # by row
@@ -108,6 +111,8 @@ class KvCache:
         req.holding = Holding(row=row, lock=lock, prefix_len=match.prefix_len, kv_len=match.prefix_len)
         if self._parts is not None:
             self._parts.admitted(req, match.pages[: 0 if whole else None], cut_at=found)
+            if whole:
+                req.holding.behind = replace(req.holding.behind, seen_to=0)
         req.computed_len = match.prefix_len
         self._holders[row] = req
         return match.prefix_len
@@ -217,8 +222,9 @@ class KvCache:
             return False
         return self.store.reuses_prefixes and longest_reuse(req) >= req.computed_len
 
-    def extend(self, req: Req, new_len: int) -> Slots:
-        """Take slots for tokens [kv_len, new_len) of ``req``; evict when pages are short (SPEC D10).
+    def extend(self, req: Req, new_len: int, *, carries: bool = False) -> Slots:
+        """Take slots for tokens [kv_len, new_len) of ``req``; evict when pages are short (SPEC D10). ``carries``: they
+        are of pages that carry what its tokens, all computed, need beside K and V.
 
         Raises: PagesExhausted when even eviction cannot make room.
         """
@@ -227,7 +233,10 @@ class KvCache:
         num_pages = _num_pages(new_len, self.page_size) - _num_pages(kv_len, self.page_size)
         self.store.make_room(num_pages, f"request {req.rid}", req.asked.tenant)
         last_slot = int(self.table.view(holding.row, kv_len - 1, kv_len)[0]) if kv_len else -1
-        slots = self._allocator.alloc_extend(kv_len, new_len, last_slot, rid=req.rid)
+        if carries:
+            holding.behind = replace(holding.behind, seen_to=_num_pages(req.num_tokens, self.page_size))
+        bare = holding.behind.seen_to is not None
+        slots = self._allocator.alloc_extend(kv_len, new_len, last_slot, rid=req.rid, bare=bare)
         self.table.write(holding.row, kv_len, slots)
         holding.kv_len = new_len
         return slots
@@ -290,6 +299,8 @@ class KvCache:
             self._allocator.free(self._row_pages(holding.row, first, holding.kv_len))
         self.table.cut(holding.row, req.computed_len)
         holding.kv_len = req.computed_len
+        if holding.behind.seen_to is not None:
+            holding.behind = replace(holding.behind, seen_to=None)
 
     def _leave_behind(self, req: Req, seen: int) -> None:
         """Stop holding the pages of ``req`` before its last ``seen`` tokens, and its lock when all of that is there."""
@@ -455,11 +466,31 @@ def longest_reuse(req: Req, *, whole: bool = False) -> int:
 
 
 def handed_len(req: Req, kv: KvCache) -> int:
-    """Count the slots that ``req`` has while it is handed over: of its tokens, and of whole pages for its states. If it
-    fetches: of what it fetches, and the tokens before."""
+    """Count the slots that ``req`` has while it is handed over: of its tokens, and of whole pages for its states and
+    windows. If it fetches: of what it fetches, and the tokens before."""
     if req.leg is not None and req.leg.role is PdLeg.FETCH:
         return req.leg.ticket.end_len
-    return len_with_states(req.num_tokens, kv.page_size, kv.carried_len)
+    return len_with_carried(req.num_tokens, kv.page_size, kv.carried)
+
+
+def carried_parts(req: Req, kv: KvCache) -> Pages:
+    """Return the parts in the window pool of the last pages of ``req``'s tokens, that are carried."""
+    end = _num_pages(req.num_tokens, kv.page_size)
+    pages = kv.pages(req, max(0, end - kv.carried.window_pages), end)
+    return pages if kv.store.parts is None else kv.store.parts.parts_of(pages)
+
+
+def came(req: Req, kv: KvCache) -> Pages:
+    """Take note that another replica has run the tokens of ``req``, and that the pages behind these carry what it needs
+    beside K and V. Returns: the parts in the window pool that are carried; 0 for what is here already."""
+    holding, parts = _holding(req), kv.store.parts
+    row = kv.table.view(holding.row, 0, holding.kv_len)
+    if parts is None:
+        return row[:0]
+    taken = parts.came(req, row)
+    if len(taken):
+        kv.table.write_again(holding.row, holding.behind.seen_from * kv.page_size, req.num_tokens)
+    return taken
 
 
 def _note_kept(req: Req, num_tokens: int) -> None:

@@ -92,8 +92,14 @@ class PartAllocator(PagedTokenToKVPoolAllocator):
     def left_at(self, req: Req, end: int, row: Slots) -> None:
         """Take note that ``req`` leaves its tokens [0, end) to the tree, to go on there later if it has not ended."""
 
-    def came(self, req: Req) -> None:
-        """Take note that another replica has run the tokens of ``req``, and sends what is behind the last of them."""
+    def came(self, req: Req, row: Slots) -> Pages:
+        """Take note that another replica has run the tokens of ``req``. Returns: the parts that it sends what is behind
+        the last of them for; 0 for one that is here."""
+        raise NotImplementedError
+
+    def parts_of(self, pages: Pages) -> Pages:
+        """Return the parts of ``pages``; 0 for a hole."""
+        return self._part[pages]
 
     def released(self, req: Req, row: Slots) -> None:
         """Take note that ``req`` holds nothing more."""
@@ -239,7 +245,10 @@ class WindowAllocator(PartAllocator):
     def moved_on(self, holding: Holding, num_tokens: int, row: Slots) -> None:
         """Let a request see no page before the window of its next token."""
         super().moved_on(holding, num_tokens, row)
-        first, behind = max(0, num_tokens - self.windows.reach - SLACK) // self.page_size, holding.behind
+        size, behind = self.page_size, holding.behind
+        # and none before the window of the last border behind which others may ask for all of it
+        border = max(0, num_tokens - 1) // size - self.windows.seen_pages
+        first = max(0, min(border, (num_tokens - self.windows.reach - SLACK) // size))
         if first > behind.seen_from:
             self._pass_by(self._pages(row, behind.seen_from, first))
             holding.behind = replace(behind, seen_from=first)
@@ -255,8 +264,24 @@ class WindowAllocator(PartAllocator):
         """Let ``req`` see nothing more."""
         holding = req.holding
         assert holding is not None
-        self._pass_by(self._pages(row, holding.behind.seen_from, -(-holding.kv_len // self.page_size)))
+        self._pass_by(self._seen_pages(holding, row))
         self.reserved -= self._most_parts(req)
+
+    def came(self, req: Req, row: Slots) -> Pages:
+        """Give the last pages of the tokens of ``req`` their parts, and let it see these."""
+        assert req.holding is not None
+        end = -(-req.num_tokens // self.page_size)
+        first = max(0, end - self.windows.seen_pages - 1)
+        pages = self._pages(row, first, end)
+        is_hole = self._part[pages] == 0
+        holes = pages[is_hole]
+        self._make_room(len(holes))
+        self._put(holes, self.parts.alloc(len(holes), rid=req.rid))
+        self._end[holes] = End.NONE
+        self._touch(holes)
+        self._see(pages)
+        req.holding.behind = replace(req.holding.behind, seen_from=first, seen_to=end)
+        return np.where(is_hole, self._part[pages], 0).astype(np.int32)
 
     @property
     def overbooked(self) -> bool:
@@ -313,9 +338,10 @@ class WindowAllocator(PartAllocator):
         counted = np.zeros(self.num_pages + 1, dtype=np.int32)
         for req, row in zip(reqs, rows, strict=True):
             assert req.holding is not None
-            first = req.holding.behind.seen_from
-            assert first <= max(0, req.computed_len + 1 - self.windows.reach) // self.page_size, f"{req.rid}: {first}"
-            np.add.at(counted, self._pages(row, first, -(-len(row) // self.page_size)), 1)
+            behind = req.holding.behind
+            sees = behind.seen_from <= max(0, req.computed_len + 1 - self.windows.reach) // self.page_size
+            assert sees or behind.seen_to == 0, f"{req.rid}: {behind.seen_from}"
+            np.add.at(counted, self._seen_pages(req.holding, row), 1)
         wrong = np.flatnonzero(counted != self._seen)
         assert not len(wrong), f"pages {wrong} are seen by {counted[wrong]} requests, {self._seen[wrong]} are counted"
         assert (self._part[counted > 0] > 0).all(), "a request sees a hole"
@@ -333,6 +359,11 @@ class WindowAllocator(PartAllocator):
         """Let the parts that a request needs to go on behind page ``border`` be of an end of that kind at least."""
         if len(pages := self._pages(row, max(0, border - self.windows.seen_pages), border)):
             self._note(pages, End(max(kind, int(self._end[pages[-1]]))))
+
+    def _seen_pages(self, holding: Holding, row: Slots) -> Pages:
+        """Return the pages that a request sees."""
+        to = holding.behind.seen_to
+        return self._pages(row, holding.behind.seen_from, -(-len(row) // self.page_size) if to is None else to)
 
     def _see(self, pages: Pages) -> None:
         assert (self._part[pages] > 0).all(), f"of pages {pages} some are holes"
@@ -411,10 +442,11 @@ class SnapshotAllocator(PartAllocator):
         if border and not self._part[self._pages(row, border - 1, border)].all():
             self._keep(req, border, row, End.ANSWER)
 
-    def came(self, req: Req) -> None:
+    def came(self, req: Req, row: Slots) -> Pages:
         assert req.holding is not None
         req.holding.behind = replace(req.holding.behind, computed_from=req.num_tokens)
         self._run_now()  # copies that are ordered know the states that the row has had until now
+        return row[:0]
 
     def released(self, req: Req, row: Slots) -> None:
         """Drop the copy to ``req`` if it was to go on and did not."""

@@ -10,8 +10,9 @@ Invariant: a room stays until its last event, which frees what its request left 
            retracted, and if it ends early its pages go to quarantine. Before the last chunk only whole, computed,
            committed pages are sent: those are final, and commit no longer swaps them.
            Decode: pages of a room are not read before `Received`, and freed only after the room's last event.
-           Recurrent states behind the prompt's last token go in pages behind its own (`kv.handed_len`), which either
-           side holds as it holds the others, and frees when they are copied out or the room is over.
+           Recurrent states behind the prompt's last token, or the windows at its end, go in pages behind its own
+           (`kv.handed_len`), which either side holds as it holds the others, and frees when they are copied out or the
+           room is over.
 Thread:    engine thread only.
 
 Prefill
@@ -19,7 +20,7 @@ Prefill
     submit        parked, WAITING; service.expect_send ── SendReady(first_page) ──> WaitingQueue
     admitted      PREFILLING; cached pages from first_page on are sent before the forward
     each chunk    its whole pages are sent
-    last chunk    HANDING_OFF; the rest, the states, and the meta with the first token: service.send_last
+    last chunk    HANDING_OFF; the rest, what is carried, and the meta with the first token: service.send_last
     SendDone      pages go, the prefix stays in the cache; ends with HANDED_OFF
 
     SendFailed    at any time: ends with ERROR at once, pages stay in quarantine ── SendDrained ──> free
@@ -29,7 +30,8 @@ Decode
 
     submit         WAITING in the PreallocQueue; too long there: computed here, and the room aborted
     granted        RECEIVING: row, locked prefix and pages of the whole sequence; service.receive(missing pages)
-    Received       states to the row, prefix to the radix cache; first token as if sampled here; RUNNING, no forward
+    Received       what is carried to its place, prefix to the radix cache; first token as if sampled here; RUNNING, no
+                   forward
 
     ReceiveFailed  its own pages to quarantine ── ReceiveDrained ──> free; WAITING like any other: computed here
     abort, deadline: ends at once; service.abort_receive, quarantine ── ReceiveDrained, or Received ──> free
@@ -64,7 +66,7 @@ from kvtransfer.types import (
     SendReady,
     WriteTimes,
 )
-from replicas.cache.kv import KvCache, handed_len, longest_reuse
+from replicas.cache.kv import KvCache, came, carried_parts, handed_len, longest_reuse
 from replicas.cache.quarantine import Detained
 from replicas.errors import Fault, InvalidRequest, Overloaded, PagesExhausted
 from replicas.observer import Observer
@@ -85,7 +87,7 @@ from replicas.types import (
 
 NEEDS_FORWARD = "logprobs of the prompt, or no output, are wanted: the prompt is computed where the answer is made"
 NO_FETCH = "not all of what would be fetched can be used here: it is computed"
-NO_ROOM = "the pool has no room for the prompt and pages that carry its recurrent states: it is computed here"
+NO_ROOM = "the pool has no room for the prompt and pages that carry its states or windows: it is computed here"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,16 +100,17 @@ class PdTransferTerms:
     pinned: bool = False  # a device may hold the memory of the pool: it cannot be given back
 
 
-class StateCarrier(Protocol):
-    """Copies the recurrent states of a request into pages, and back; complete when it returns. Raises: Overloaded
-    without memory for it; RuntimeError where the states are not there or cannot be copied."""
+class Carrier(Protocol):
+    """Copies what a request needs beside K and V of its pages into others, and back: recurrent states, or the windows
+    at its end. Complete, on all ranks, when it returns. Raises: Overloaded without memory for it; RuntimeError where it
+    is not there or cannot be copied."""
 
-    def put(self, row: int, num_tokens: int, pages: PageIds) -> None:
-        """Copy the states of ``row`` behind ``num_tokens`` into ``pages``."""
+    def put(self, row: int, num_tokens: int, parts: PageIds, pages: PageIds) -> None:
+        """Copy the states of ``row`` behind ``num_tokens``, or ``parts`` of the window pool, into ``pages``."""
         ...
 
-    def take(self, row: int, num_tokens: int, pages: PageIds) -> None:
-        """Let the states of ``row`` be those that ``pages`` carry."""
+    def take(self, row: int, num_tokens: int, parts: PageIds, pages: PageIds) -> None:
+        """Let the states of ``row``, or ``parts``, be what ``pages`` carry. Part 0 takes what is here already."""
         ...
 
 
@@ -147,7 +150,7 @@ class PdTransferParts:
     clock: Callable[[], float]
     observer: Observer
     tallies: PdTransferTallies
-    states: StateCarrier | None = None  # of a model that keeps them
+    carrier: Carrier | None = None  # of a model that keeps more of a text than K and V in the pool's pages
     may_lend: Callable[[], bool] = lambda: True  # whether the pool has its memory
 
 
@@ -211,7 +214,7 @@ class PrefillRole:
         self._scheduler = parts.scheduler
         self._kv = parts.kv
         self._terms = parts.terms
-        self._states = parts.states
+        self._carrier = parts.carrier
         self.rooms = Rooms(parts.kv)
 
     def begin(self, req: Req, leg: Leg) -> None:
@@ -238,12 +241,12 @@ class PrefillRole:
                 leg.next_page = end
 
     def send_last(self, token: NewToken) -> NewToken | None:
-        """Send what is unsent of a computed prompt, and its states, with its first token. Returns: the end of the
-        request, if no pages are left to carry its states."""
+        """Send what is unsent of a computed prompt, what is carried, and its first token. Returns: the end of the
+        request, if no pages are left to carry its states or windows."""
         req, leg = token.req, leg_of(token.req)
         assert token.token_id is not None
         logprob = token.logprob
-        if self._states is not None and (refusal := self._pack_states(req, self._states)) is not None:
+        if self._carrier is not None and (refusal := self._pack(req, self._carrier)) is not None:
             return self._fail(req, refusal)
         end = -(-handed_len(req, self._kv) // self._kv.page_size)
         skipped = leg.first_page * self._kv.page_size
@@ -263,15 +266,16 @@ class PrefillRole:
         leg.next_page = end
         return None
 
-    def _pack_states(self, req: Req, states: StateCarrier) -> str | None:
-        """Copy the states of ``req`` into pages behind its own. Returns: why there are none."""
+    def _pack(self, req: Req, carrier: Carrier) -> str | None:
+        """Copy the states or windows of ``req`` into pages behind its own. Returns: why there are none."""
         try:
-            self._kv.extend(req, handed_len(req, self._kv))
-            states.put(*_states_of(req, self._kv))
+            self._kv.extend(req, handed_len(req, self._kv), carries=True)
+            row, pages = _carried_of(req, self._kv)
+            carrier.put(row, req.num_tokens, carried_parts(req, self._kv), pages)
         except PagesExhausted as error:
-            return f"no pages carry its recurrent states: {error}"
+            return f"no pages carry its states or windows: {error}"
         except (Overloaded, RuntimeError) as error:
-            return f"its recurrent states cannot be sent: {error}"
+            return f"its states or windows cannot be sent: {error}"
         return None
 
     def leave(self, req: Req) -> None:
@@ -369,11 +373,11 @@ class Donor:
             self._kv.store.release_quarantined(receipt)
 
 
-def _states_of(req: Req, kv: KvCache) -> tuple[int, int, PageIds]:
-    """Return the row of ``req``, its tokens, and the pages behind them."""
+def _carried_of(req: Req, kv: KvCache) -> tuple[int, PageIds]:
+    """Return the row of ``req``, and the pages behind those of its tokens."""
     assert req.holding is not None
     first = -(-req.num_tokens // kv.page_size)
-    return req.holding.row, req.num_tokens, kv.pages(req, first, first + kv.carried_len // kv.page_size)
+    return req.holding.row, kv.pages(req, first, first + kv.carried.num_pages(req.num_tokens, kv.page_size))
 
 
 def _why(req: Req) -> str:
@@ -392,7 +396,7 @@ class DecodeRole:
         self._scheduler = parts.scheduler
         self._kv = parts.kv
         self._terms = parts.terms
-        self._states = parts.states
+        self._carrier = parts.carrier
         self._vocab_size = parts.vocab_size
         self._clock = parts.clock
         self.rooms = Rooms(parts.kv)
@@ -437,13 +441,13 @@ class DecodeRole:
     def _no_kv_transfer(self, req: Req) -> str | None:
         """Return why the prompt of ``req`` is computed here, whatever its peer does; None if it may come."""
         if _fetches(req):
-            end_len, parted = leg_of(req).ticket.end_len, self._states is not None or self._kv.store.parts is not None
+            end_len, parted = leg_of(req).ticket.end_len, self._carrier is not None or self._kv.store.parts is not None
             if parted or end_len % self._kv.page_size or not 0 < end_len <= longest_reuse(req, whole=True):
                 return NO_FETCH
             return None
         if req.prompt_logprobs_from is not None or req.max_remaining <= 0:
             return NEEDS_FORWARD
-        full = self._states is not None and handed_len(req, self._kv) >= self._kv.store.size.num_tokens
+        full = self._carrier is not None and handed_len(req, self._kv) >= self._kv.store.size.num_tokens
         return NO_ROOM if full else None
 
     def ask(self) -> None:
@@ -528,7 +532,7 @@ class DecodeRole:
             return None
         if _fetches(req):
             return self._fetched(req, event)
-        fault = self._fault(event.meta, req) or self._unpack_states(req)
+        fault = self._fault(event.meta, req) or self._unpack(req)
         if fault is not None:
             return self._fall_back(req, fault)
         leg, meta = leg_of(req), event.meta
@@ -561,16 +565,15 @@ class DecodeRole:
         self._release_siblings(req)
         return NewToken(req, None, None)
 
-    def _unpack_states(self, req: Req) -> str | None:
-        """Copy the states of ``req`` out of the pages that carried them. Returns: why it has none."""
-        if self._states is None:
+    def _unpack(self, req: Req) -> str | None:
+        """Copy the states or windows of ``req`` out of the pages that carried them. Returns: why it has none."""
+        if self._carrier is None:
             return None
-        if self._kv.store.parts is not None:
-            self._kv.store.parts.came(req)
+        parts, (row, pages) = came(req, self._kv), _carried_of(req, self._kv)
         try:
-            self._states.take(*_states_of(req, self._kv))
+            self._carrier.take(row, req.num_tokens, parts, pages)
         except (Overloaded, RuntimeError) as error:
-            return f"its recurrent states cannot be taken over: {error}"
+            return f"its states or windows cannot be taken over: {error}"
         return None
 
     def on_failed(self, event: ReceiveFailed) -> NewToken | None:
@@ -667,7 +670,7 @@ def received(
     """
     scheduler.queues.away.remove(req)
     req.computed_len = req.num_tokens
-    scheduler.kv.cut(req)  # the pages that carried its states
+    scheduler.kv.cut(req)  # the pages that carried its states or windows
     if req.stamps.admitted_s is None:
         req.stamps.admitted_s, req.cached = scheduler.clock(), cached
     scheduler.kv.commit(req)

@@ -34,7 +34,7 @@ from replicas.cache.page_home import TieredPageHome
 from replicas.cache.tree_view import CacheTree
 from replicas.config import AttentionChoice, EngineConfig, ModelConfig
 from replicas.disagg.kv_transfers import PdTransfers, require_possible
-from replicas.disagg.roles import PdTransferParts, PdTransferTallies, PdTransferTerms, StateCarrier
+from replicas.disagg.roles import Carrier, PdTransferParts, PdTransferTallies, PdTransferTerms
 from replicas.engine.adapters import HeldAdapters
 from replicas.engine.compiling import Grammars
 from replicas.engine.failed_steps import Launch
@@ -67,7 +67,7 @@ class Executor:
     page_home: TieredPageHome | None = None  # cached pages as they move between replicas; None: they do not
     give_back: Callable[[frozenset[str]], None] = lambda parts: None  # memory of all ranks (occupation.py)
     adapters: HeldAdapters | None = None  # None: none are served
-    states: StateCarrier | None = None  # recurrent states as they are handed over; None: there are none
+    carrier: Carrier | None = None  # of what is handed over beside pages; None: nothing is
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,7 +171,7 @@ class Engine:
             parts = PdTransferParts(
                 service=self._service, scheduler=self.scheduler, kv=kv, terms=terms, clock=clock,
                 vocab_size=config.model.vocab_size, observer=self._observer, tallies=PdTransferTallies(),
-                states=executor.states, may_lend=lambda: not self.occupation.released,
+                carrier=executor.carrier, may_lend=lambda: not self.occupation.released,
             )  # fmt: skip
             self._kv_transfers = PdTransfers(parts)
 

@@ -34,7 +34,15 @@ from replicas.ranks.plan_channel import PlanChannel
 from replicas.ranks.port import MakeAgent, PortSpec, make_port
 from replicas.ranks.remote_port import RemotePort
 from replicas.ranks.worker import WorkerSpec, die_with_parent, run_worker, worker_specs
-from replicas.runner.kv_access import CarriedStates, GiveBack, KvOrder, RankedCopier, RankedKvBytes, give_back_parts
+from replicas.runner.kv_access import (
+    CarriedStates,
+    CarriedWindows,
+    GiveBack,
+    KvOrder,
+    RankedCopier,
+    RankedKvBytes,
+    give_back_parts,
+)
 from replicas.runner.model_runner import ModelRunner
 from replicas.scheduler.plan import PendingStep, StepPlan
 from replicas.types import AdapterRef
@@ -264,6 +272,13 @@ class Ranks:
         states = self.runner.states
         send = self._channel.send if self._channel is not None else _send_nothing
         return None if states is None else CarriedStates(self.runner.pool, states, self.runner.tp, send)
+
+    def carrier(self) -> CarriedStates | CarriedWindows | None:
+        """Give access to what a request needs beside K and V in the pages of the pool; None where that is nothing."""
+        send = self._channel.send if self._channel is not None else _send_nothing
+        if len(self.runner.pools) > 1:
+            return CarriedWindows(self.runner.pools, self.runner.tp, send)
+        return self.carried_states()
 
     def ports(self, make_agent: MakeAgent | None = None) -> Sequence[RankPort]:
         """Make one transfer port for each rank, in order. Call and use them on the transfer service's thread.

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from kvtransfer.layout import Carried
 from replicas.errors import PagesExhausted, RowsExhausted
 
 Pages = npt.NDArray[np.int32]  # [n] page ids
@@ -83,13 +84,14 @@ class PagedTokenToKVPoolAllocator:
         self._stack[self._num_free : end] = taken[::-1]  # so that the next alloc gets them in the same order
         self._num_free = end
 
-    def alloc_extend(self, prefix_len: int, seq_len: int, last_slot: int, *, rid: str) -> Slots:
+    def alloc_extend(self, prefix_len: int, seq_len: int, last_slot: int, *, rid: str, bare: bool = False) -> Slots:
         """Take slots for tokens [prefix_len, seq_len) of one request (SPEC D05, D06).
 
         Three parts in order: the rest of the last partial page after ``last_slot``, whole new pages, and the beginning
         of one more page. Takes ceil(seq_len / ps) - ceil(prefix_len / ps) pages, or none.
 
-        Args:    last_slot: slot of token prefix_len - 1; -1 when prefix_len is 0 (SPEC D08).
+        Args:    last_slot: slot of token prefix_len - 1; -1 when prefix_len is 0 (SPEC D08). bare: the pages have no
+                 parts (cache/parts.py).
         Returns: [seq_len - prefix_len] slots.
         Raises:  PagesExhausted.
         """
@@ -97,7 +99,8 @@ class PagedTokenToKVPoolAllocator:
         assert 0 <= prefix_len <= seq_len, f"request {rid}: prefix {prefix_len} exceeds sequence {seq_len}"
         assert (last_slot + 1) % ps == prefix_len % ps, f"request {rid}: slot {last_slot} is not at {prefix_len - 1}"
         num_new = seq_len - prefix_len
-        pages = self.alloc(-(-seq_len // ps) - -(-prefix_len // ps), rid=rid)
+        num_pages = -(-seq_len // ps) - -(-prefix_len // ps)
+        pages = PagedTokenToKVPoolAllocator.alloc(self, num_pages, rid=rid) if bare else self.alloc(num_pages, rid=rid)
         rest = min(-prefix_len % ps, num_new)
         slots = np.empty(num_new, dtype=np.int32)
         slots[:rest] = np.arange(last_slot + 1, last_slot + 1 + rest, dtype=np.int32)
@@ -140,10 +143,11 @@ class PagedTokenToKVPoolAllocator:
 ROW_SLACK = 4  # columns beyond the context (SPEC B01)
 
 
-def len_with_states(num_tokens: int, page_size: int, carried_len: int) -> int:
-    """Count the positions of ``num_tokens`` and of the ``carried_len`` slots, in pages of their own behind the last
-    page of these, that carry their recurrent states; with ``carried_len`` 0 there are none."""
-    return -(-num_tokens // page_size) * page_size + carried_len if carried_len else num_tokens
+def len_with_carried(num_tokens: int, page_size: int, carried: Carried) -> int:
+    """Count the positions of ``num_tokens`` and of the pages behind their last one that carry what they need beside K
+    and V; without such, of ``num_tokens`` alone."""
+    num_pages = carried.num_pages(num_tokens, page_size)
+    return (-(-num_tokens // page_size) + num_pages) * page_size if num_pages else num_tokens
 
 
 Write = tuple[int, int, Slots]  # row, start, slots of [start, start + len(slots))
@@ -200,6 +204,10 @@ class ReqToTokenPool:
         current[:] = slots
         self._valid_len[row] = max(end, self._valid_len[row])
         self._log.setdefault(row, []).append((row, start, slots))
+
+    def write_again(self, row: int, start: int, end: int) -> None:
+        """Log positions [start, end) of ``row`` once more: their pages have other parts now (cache/parts.py)."""
+        self._log.setdefault(row, []).append((row, start, self.view(row, start, end).copy()))
 
     def append_each(self, rows: npt.NDArray[np.int32], positions: npt.NDArray[np.int32], slots: Slots) -> None:
         """Map one new position for each of B rows: position ``positions[b]`` of ``rows[b]`` to ``slots[b]``.

@@ -8,7 +8,17 @@ Invariant: a pool of ``num_pages`` pages never needs more than the bytes it was 
 import logging
 from dataclasses import dataclass, replace
 
-from replicas.config import DTYPE_BYTES, LONGEST_DRAFT, STATE_DRAFT, Device, EngineConfig, ModelConfig, SchedulerConfig
+from replicas.config import (
+    DTYPE_BYTES,
+    LONGEST_DRAFT,
+    STATE_DRAFT,
+    WORTH_SPLITTING,
+    Device,
+    EngineConfig,
+    ModelConfig,
+    SchedulerConfig,
+    tail_pages,
+)
 from replicas.errors import InvalidConfig
 
 log = logging.getLogger(__name__)
@@ -17,9 +27,6 @@ MIN_ROWS, MAX_ROWS = 2048, 4096  # of the ReqToTokenPool when max_running_reques
 STATE_PLACES = 3  # of each state of a running request: read, written, behind its last page (memory/state_pool.py)
 SNAPSHOT_END = 8  # bytes behind the states of a snapshot, that say which one it is (memory/state_pool.py)
 ROWS_PER_CONTEXT = 512  # rows for each request of full length that the pool holds
-LEAST_SHARE = 0.4  # of the pages, that have a part in the window pool (docs/log/2026-11-29-window-pools.md)
-WINDOWS_A_TEXT = 4  # kept of a text of full length: where its prompts and answers ended
-WORTH_SPLITTING = 0.75  # of the pages: with parts for more, all layers keep all tokens
 SLACK = 2  # tokens that are kept before a window: those that a step still under way sees
 
 
@@ -40,13 +47,14 @@ class WindowPool:
     ) -> "WindowPool":
         """Describe a pool of ``num_pages``, or of as many more as one request and a step of ``step_tokens`` need.
         ``drafted``: tokens of a draft at most."""
-        seen, step = -(-(reach - 1) // page_size), -(-step_tokens // page_size)
-        request = -(-(reach + SLACK + drafted) // page_size) + 1  # it begins and ends within pages
+        tail, step = tail_pages(reach, page_size), -(-step_tokens // page_size)
+        # it begins and ends within pages; or at the last page's border, and a draft ends within a page
+        request = max(-(-(reach + SLACK + drafted) // page_size) + 1, tail + -(-(1 + drafted) // page_size))
         return WindowPool(
             num_pages=max(num_pages, request + step),
             cell_bytes=cell_bytes,
             reach=reach,
-            seen_pages=seen,
+            seen_pages=tail - 1,
             request_pages=request,
             step_pages=step,
         )
@@ -197,7 +205,7 @@ def part_bytes(config: EngineConfig, *, apart: bool) -> dict[str, int]:
     of_windows = token * sum(layers) // max(len(layers), 1)
     found = {
         "token": token - of_windows,
-        "window": of_windows * _reach(model),
+        "window": of_windows * model.reach,
         "state": model.state_bytes(config.device) if model.states else 0,
     }
     return {name: num_bytes for name, num_bytes in found.items() if num_bytes}
@@ -225,7 +233,7 @@ def describe_parts(config: EngineConfig, *, apart: bool) -> str:
     said = [f"K and V of a token take {each['token']:,} bytes"] if "token" in each else []
     if "window" in each:
         layers = sum(config.window_layers)
-        said.append(f"those of a window of {_reach(model):,} tokens, in {layers} layers, {each['window']:,} bytes more")
+        said.append(f"those of a window of {model.reach:,} tokens, in {layers} layers, {each['window']:,} bytes more")
     if "state" in each and num_rows is not None:
         taken, places = state_bytes(config, num_rows), state_places(config.scheduler)
         said.append(
@@ -237,11 +245,6 @@ def describe_parts(config: EngineConfig, *, apart: bool) -> str:
         lost = f" in {-(-snapshot // page):,} pages, of which {-snapshot % page:,} bytes are not used" if page else ""
         said.append(f"a snapshot of a state takes {snapshot:,} bytes{lost}")
     return "; ".join(said)
-
-
-def _reach(model: ModelConfig) -> int:
-    """Count the tokens that a layer with a window or chunk sees at most; 0 without one."""
-    return max((kind.window or kind.chunk or 0 for kind in model.attention_kinds), default=0)
 
 
 def token_cap(config: EngineConfig) -> int | None:
@@ -289,31 +292,38 @@ def with_windows(config: EngineConfig, size: PoolSize, kv_bytes: int) -> PoolSiz
     """Split a pool in two where some layers see a window alone: these then keep K and V of a part of the tokens, and
     the same bytes hold more.
 
-    The share of the pages that have a part in the window pool is that of WINDOWS_A_TEXT windows in a text of full
-    length, LEAST_SHARE at least; one request and a step's prompts always fit.
+    A share of the pages (`EngineConfig.window_share`) has a part in the window pool; one request and a step's prompts
+    always fit.
 
     Args:    size: of the pool as it is whole. kv_bytes: what both may take.
-    Returns: ``size`` where there are no such layers, or too few tokens could be left out to be worth it.
+    Returns: ``size`` where there are no such layers, or too few tokens could be left out to be worth it: not where
+             pages go to other replicas, whose pools may have other sizes.
+    Raises:  InvalidConfig where both do not fit.
     """
     if not any(config.window_layers):
         return size
-    page_size, layers, reach = size.page_size, config.window_layers, _reach(config.model)
+    page_size, layers = size.page_size, config.window_layers
     windows_cell = size.cell_bytes * sum(layers) // len(layers)
     windows_bytes, full_bytes = page_size * windows_cell, page_size * (size.cell_bytes - windows_cell)
-    share = min(1.0, max(LEAST_SHARE, WINDOWS_A_TEXT * reach / config.model.context_len))
-    num_pages = int(kv_bytes / (full_bytes + share * windows_bytes))
+    num_pages = int(kv_bytes / (full_bytes + config.window_share * windows_bytes))
     if config.cache.max_total_tokens is not None:
         num_pages = min(num_pages, config.cache.max_total_tokens // page_size)
     windows = WindowPool.of(
-        int(share * num_pages),
+        int(config.window_share * num_pages),
         page_size=page_size,
         cell_bytes=windows_cell,
-        reach=reach,
+        reach=config.model.reach,
         step_tokens=config.chunked_prefill_size,
     )
     num_pages = min(num_pages, (kv_bytes - windows.num_pages * windows_bytes) // full_bytes)
-    if windows.num_pages > WORTH_SPLITTING * num_pages:
+    if windows.num_pages > WORTH_SPLITTING * num_pages and not config.hands_off:
         return size
+    if num_pages < 1:
+        raise InvalidConfig(
+            f"the windows of one request and a step's prompts take {_mib(windows.num_pages * windows_bytes)}, and "
+            f"{_mib(kv_bytes)} are left for K and V: give the replica more memory (cache.device_memory_bytes, "
+            "cache.max_total_tokens), or lower scheduler.chunked_prefill_size"
+        )
     return PoolSize(
         num_pages=num_pages, page_size=page_size, cell_bytes=size.cell_bytes - windows_cell, windows=windows
     )

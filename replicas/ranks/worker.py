@@ -33,6 +33,8 @@ from replicas.ranks.port import PortSpec
 from replicas.ranks.remote_port import serve_port
 from replicas.runner.kv_access import (
     CarriedStates,
+    CarriedWindows,
+    CarryWindows,
     CopyPages,
     CopyStates,
     GiveBack,
@@ -91,6 +93,8 @@ def run_worker(spec: WorkerSpec) -> None:
         elif isinstance(message, CopyStates):
             if runner.states is not None:
                 CarriedStates(runner.pool, runner.states, tp).run(message.copies)
+        elif isinstance(message, CarryWindows):
+            CarriedWindows(runner.pools, tp).run(message)
         elif isinstance(message, PrepareAdapter | PutAdapter | DropAdapter):
             adapters.run(message)
         elif isinstance(message, GiveBack):

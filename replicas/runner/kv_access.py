@@ -64,6 +64,15 @@ class CopyStates:
     copies: Sequence[StateCopy]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class CarryWindows:
+    """An order to every rank: copy your heads of parts of the window pool into pages that carry them, or back."""
+
+    parts: Pages  # [n]
+    pages: Pages  # of the pool
+    to_pages: bool
+
+
 @dataclass(frozen=True, slots=True)
 class GiveBack:
     """An order to every rank: give memory back to the system (engine/occupation.py)."""
@@ -71,7 +80,7 @@ class GiveBack:
     parts: frozenset[str]  # kv_cache, weights
 
 
-KvOrder = ReadKv | WriteKv | CopyPages | CopyStates | GiveBack
+KvOrder = ReadKv | WriteKv | CopyPages | CopyStates | CarryWindows | GiveBack
 
 
 def give_back_parts(order: GiveBack, pools: Sequence[MHATokenToKVPool]) -> None:
@@ -126,8 +135,41 @@ class RankedCopier:
         return copy_pages(order, self._pool, self.host, self._tp, wait=wait)
 
 
+class CarriedWindows:
+    """A replicas.disagg.roles.Carrier: K and V of window layers in the place of other layers of pages, layer by layer,
+    on all ranks of ``tp``. ``send`` gives the others the order."""
+
+    def __init__(
+        self, pools: Sequence[MHATokenToKVPool], tp: TpGroup, send: Callable[[KvOrder], None] = lambda order: None
+    ) -> None:
+        """``pools``: that of full layers and that of windows."""
+        full, windows = pools
+        self._pages = full.bytes_of_pages().view(full.num_pages + 1, full.num_layers, -1)
+        self._parts = windows.bytes_of_pages().view(windows.num_pages + 1, windows.num_layers, -1)
+        self._tp, self._send = tp, send
+
+    def put(self, row: int, num_tokens: int, parts: Pages, pages: Pages) -> None:
+        self.run(CarryWindows(parts, pages, to_pages=True))
+
+    def take(self, row: int, num_tokens: int, parts: Pages, pages: Pages) -> None:
+        self.run(CarryWindows(parts, pages, to_pages=False))
+
+    def run(self, order: CarryWindows) -> None:
+        """Run this rank's part; complete on all when it returns."""
+        self._send(order)
+        pages, parts = (torch.from_numpy(each.astype(np.int64)) for each in (order.pages, order.parts))
+        shape, num_layers = self._parts[parts].shape, len(parts) * self._parts.shape[1]
+        carried = self._pages[pages].flatten(0, 1)
+        if order.to_pages:
+            carried[:num_layers] = self._parts[parts].flatten(0, 1)
+            self._pages[pages] = carried.view(len(pages), *self._pages.shape[1:])
+        else:
+            self._parts[parts] = carried[:num_layers].view(shape)
+        self._tp.min_int(1)
+
+
 class CarriedStates:
-    """A replicas.disagg.roles.StateCarrier: the recurrent states of a request as bytes of pages, on one rank. ``send``
+    """A replicas.disagg.roles.Carrier: the recurrent states of a request as bytes of pages, on one rank. ``send``
     gives the other ranks of ``tp`` the order for copies of snapshots, which all make."""
 
     def __init__(
@@ -142,10 +184,10 @@ class CarriedStates:
         self._tp = tp
         self._send = send
 
-    def put(self, row: int, num_tokens: int, pages: Pages) -> None:
+    def put(self, row: int, num_tokens: int, parts: Pages, pages: Pages) -> None:
         within_memory(lambda: self._put(row, num_tokens, pages), self._does_not_fit)
 
-    def take(self, row: int, num_tokens: int, pages: Pages) -> None:
+    def take(self, row: int, num_tokens: int, parts: Pages, pages: Pages) -> None:
         within_memory(lambda: self._take(row, num_tokens, pages), self._does_not_fit)
 
     def run(self, copies: Sequence[StateCopy]) -> list[int]:

@@ -42,7 +42,7 @@ from replicas.loading.device import bytes_once_free, device_bytes, free_device_b
 from replicas.loading.model_files import load_model_config
 from replicas.loading.weights import load_weights, weight_bytes
 from replicas.memory import sizing
-from replicas.memory.allocator import ROW_SLACK, len_with_states
+from replicas.memory.allocator import ROW_SLACK, len_with_carried
 from replicas.memory.kv_scales import checkpoint_scales
 from replicas.memory.pool import MHATokenToKVPool, zeros
 from replicas.memory.scaled_pool import Fp8KVPool, kv_pool
@@ -332,7 +332,7 @@ class ModelRunner:
 
     def _make_table(self) -> batches.DeviceTable:
         config, size, apart = self._config, self.pool_size, None
-        positions = len_with_states(config.model.context_len, size.page_size, config.carried_len)
+        positions = len_with_carried(config.model.context_len, size.page_size, config.carried)
         rows, row_len = self.max_running + 1, positions + ROW_SLACK
         if size.windows is not None:
             apart = batches.WindowTable(rows, row_len, num_pages=size.num_pages, page_size=size.page_size)

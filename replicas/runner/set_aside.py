@@ -11,7 +11,7 @@ from replicas.attention.workspace import INT_BYTES, MIN_BYTES, attention_bytes
 from replicas.config import FP8_TENSOR, EngineConfig
 from replicas.kernels.adapters.on_gpu import PER_RECORD_BYTES, between_bytes
 from replicas.memory import sizing
-from replicas.memory.allocator import ROW_SLACK, len_with_states
+from replicas.memory.allocator import ROW_SLACK, len_with_carried
 from replicas.runner.graphs import SIZES, graph_bytes
 from replicas.scheduler.plan import LOGITS_CHUNK
 
@@ -87,5 +87,5 @@ def bytes_for_table(config: EngineConfig, kv_bytes: int, cell_bytes: int) -> int
     fit = kv_bytes // cell_bytes if cell_bytes else cap or 0
     tokens = fit if cap is None else min(fit, cap)
     rows = sizing.max_running_requests(tokens, context_len, config.scheduler.max_running_requests)
-    positions = len_with_states(context_len, config.cache.page_size, config.carried_len)
+    positions = len_with_carried(context_len, config.cache.page_size, config.carried)
     return torch.int32.itemsize * (rows + 1) * (positions + ROW_SLACK)

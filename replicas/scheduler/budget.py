@@ -159,7 +159,7 @@ class RatioRule:
     initial: float
     floor: float
     decay: float  # of each decode step
-    carried_len: int = 0  # tokens' worth of pages that a prefill leg needs behind its prompt (cache/kv.py)
+    carried_len: Callable[[int], int] = lambda num_tokens: 0  # what a prefill leg needs pages for behind its prompt
 
     @staticmethod
     def of(config: SchedulerConfig, kv: KvCache) -> "RatioRule":
@@ -167,7 +167,7 @@ class RatioRule:
             initial=config.new_token_ratio,
             floor=config.min_new_token_ratio,
             decay=config.new_token_ratio_decay,
-            carried_len=kv.carried_len,
+            carried_len=lambda num_tokens: kv.carried.num_pages(num_tokens, kv.page_size) * kv.page_size,
         )
 
 
@@ -200,9 +200,9 @@ class NewTokenRatio:
 
     def reserve(self, req: Req) -> int:
         """Count the tokens to reserve for the output that ``req`` may still make; a prefill leg makes none here, and
-        its states need pages."""
+        its states and windows need pages."""
         if req.leg is not None and req.leg.kv_transfer.leg is PdLeg.PREFILL:  # even if it fetches first
-            return self._rule.carried_len
+            return self._rule.carried_len(req.num_tokens)
         return int(min(req.max_remaining, CLIP_NEW_TOKENS) * self.value)
 
 

@@ -37,7 +37,7 @@ FLOORS: dict[str, set[str]] = {
     },
     "replicas.cache": {
         "replicas.memory", "replicas.request", "replicas.types", "replicas.errors", "replicas.config",
-        "kvtransfer.pages", "kvtransfer.stores",
+        "kvtransfer.layout", "kvtransfer.pages", "kvtransfer.stores",
     },
     "replicas.cache.page_home": {
         "replicas.cache", "replicas.request", "replicas.memory", "replicas.types", "kvtransfer.pages",

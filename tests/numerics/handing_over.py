@@ -37,6 +37,7 @@ def make_engine(
     kv_dtype: KvDType | None = None,
     dtype: DType | None = None,
     implementation: Implementation = "auto",
+    host_bytes: int = 8 << 20,
 ) -> Engine:
     names = itertools.count()
     settings = TransferSettings(host="127.0.0.1", token=TOKEN)
@@ -48,7 +49,7 @@ def make_engine(
                 page_size=page,
                 max_total_tokens=2048,
                 kv_dtype=kv_dtype,
-                host_memory_bytes=8 << 20,
+                host_memory_bytes=host_bytes,
                 write_policy="write_back",
             ),
             scheduler=SchedulerConfig(chunked_prefill_size=chunk, max_running_requests=4),

@@ -30,6 +30,7 @@ from tests.numerics.handing_over import (
     warm_part,
 )
 from tests.numerics.test_states import assert_greedy, saved_model
+from tests.numerics.test_transformers_models import save
 
 
 @pytest.fixture(scope="module")
@@ -140,11 +141,16 @@ def test_a_kv_transfer_of_a_request_with_an_adapter(processes: Processes, tmp_pa
 
 
 @pytest.mark.model
-def test_two_processes_hand_recurrent_states_over_with_the_ids_of_transformers(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("family", "ranks"), [("qwen3_next", (1, 1)), ("gpt_oss", (1, 1)), ("gpt_oss", (2, 1)), ("gpt_oss", (1, 2))]
+)
+def test_two_processes_hand_states_and_windows_over_with_the_ids_of_transformers(
+    family: str, ranks: tuple[int, int], tmp_path: Path
+) -> None:
     """Prompts of whole pages and others, in one chunk and several, a beginning that the decode side has."""
-    model = saved_model("qwen3_next", tmp_path)
+    model = saved_model(family, tmp_path) if family == "qwen3_next" else save(family, tmp_path)
     settings = ProcessSettings(model=str(tmp_path), page=16, chunk=32, transport="cma", heartbeat_misses=20)
-    prefill, decode = EngineProcess(settings), EngineProcess(settings)
+    prefill, decode = (EngineProcess(replace(settings, tp=tp)) for tp in ranks)
     try:
         for length in (1, 32, 50, 100):
             prompt = tiny_prompt(length, 1) % 190 + 3
@@ -157,6 +163,8 @@ def test_two_processes_hand_recurrent_states_over_with_the_ids_of_transformers(t
             assert told[0].kv_transfer.transferred, told[0].kv_transfer.reason
             assert_greedy(model, prompt.tolist(), [token for delta in told for token in delta.token_ids])
         assert decode.stats().prefill_tokens == 0
+        kept = {"qwen3_next": "state", "gpt_oss": "window"}[family]
+        assert {each.group for each in decode.stats().groups} == {"full", kept}
         for end in (prefill, decode):
             pool = end.pool()
             assert pool.free_pages + pool.evictable_pages == pool.num_pages

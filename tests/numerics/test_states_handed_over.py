@@ -124,7 +124,7 @@ def test_two_replicas_answer_as_transformers_turn_after_turn(
     of, draw = pairs(model_type, chunk=chunk, tokens=(8192, 8192)), random.Random(2)
     texts = [[draw.randrange(3, 190) for _ in range(length)] for length in (1, 8, 23, 37)]
     texts.append([*texts[3][:30], *range(50, 57)])
-    carried_len = of.decode.kv.carried_len
+    carried_len = of.decode.kv.carried.state_pages * 4
     assert carried_len > 0
     for turn in range(3):
         requests = [asked(f"{turn} {number}", text, 9) for number, text in enumerate(texts)]
@@ -179,7 +179,7 @@ def test_a_state_that_is_not_what_was_sent_is_not_used(
     assert (report.transferred, transfer.digest_mismatches) == (not flipped, flipped)
     assert flipped or (report.num_pages, report.num_bytes) == (
         0,
-        of.decode.kv.carried_len * of.decode.kv.store.size.cell_bytes,
+        of.decode.kv.carried.state_pages * 4 * of.decode.kv.store.size.cell_bytes,
     )
     assert len(ids_of(told, "a")) == 9
     assert_greedy(models(DELTA_RULE)[1], prompt, ids_of(told, "a"))
@@ -221,7 +221,7 @@ def test_a_prompt_is_computed_where_no_pages_are_left_for_its_states(
     """A prompt of 40 tokens takes ten pages; its states want all but three."""
     tokens = tuple(snapshot_len(models(DELTA_RULE)[0]) + 12 if small else 2048 for small in is_small)
     of, prompt = pairs(DELTA_RULE, tokens=tokens), list(range(30, 70))
-    assert of.decode.kv.carried_len > 12
+    assert of.decode.kv.carried.state_pages * 4 > 12
     assert of.prefill.transfer_address is not None
     first, second = legs(asked("a", prompt, 5), of.prefill.transfer_address)
     of.prefill.submit(first)

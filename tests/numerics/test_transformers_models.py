@@ -3,6 +3,7 @@
 Tiny random models; biases, norms and sinks are random too. The oracle is Transformers in fp32 with eager attention.
 """
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from kvtransfer.types import TransferSettings
 from replicas.cache.parts import WindowAllocator
 from replicas.config import AttentionKind, CacheConfig, ModelConfig, SchedulerConfig
 from replicas.errors import InvalidConfig, UnsupportedModel
@@ -22,7 +24,8 @@ from replicas.layers.tp_group import TpGroup
 from replicas.loading.model_files import load_model_config
 from replicas.memory.sizing import weight_bytes
 from replicas.types import GenerateRequest, SamplingParams, TokenDelta
-from tests.local_agents import LocalFabric
+from tests.engine_process import TOKEN
+from tests.local_agents import LocalAgent, LocalFabric
 from tests.numerics import tiny
 from tests.numerics.handing_over import alone, legs, make_engine, run
 from tests.numerics.paged import PagedModel, assert_close_in_range, open_model
@@ -138,10 +141,13 @@ def test_linears_of_one_input_that_differ_in_bias_are_not_one_product(tmp_path: 
     assert served.greedy([PROMPTS[0]], 16) == [wanted]
 
 
-def test_a_hit_a_chunked_prompt_and_a_kv_transfer_say_the_same(saved: Saved) -> None:
+@pytest.mark.parametrize("host_bytes", [0, 8 << 20])
+def test_a_hit_a_chunked_prompt_and_a_kv_transfer_say_the_same(saved: Saved, host_bytes: int) -> None:
     folder, wanted = saved
     fabric = LocalFabric()
-    sides = [make_engine(str(folder), 4, 7, fabric, implementation="transformers") for _ in range(2)]
+    sides = [
+        make_engine(str(folder), 4, 7, fabric, implementation="transformers", host_bytes=host_bytes) for _ in range(2)
+    ]
     prompt = np.array(PROMPTS[0], np.int32)  # 23 tokens: four chunks, five whole pages
     request = GenerateRequest(
         rid="asked", token_ids=prompt, sampling=SamplingParams(max_new_tokens=24, temperature=0.0, ignore_eos=True)
@@ -165,47 +171,63 @@ def test_a_hit_a_chunked_prompt_and_a_kv_transfer_say_the_same(saved: Saved) -> 
             side.close()
 
 
+@pytest.mark.parametrize("is_apart", [False, True], ids=["one replica", "prefill and decode apart"])
 @pytest.mark.parametrize("model_type", ["gemma3_text", "gpt_oss", "llama4_text", "mimo_v2_flash"])
 def test_conversations_say_the_same_while_window_layers_keep_a_part_of_their_tokens(
-    model_type: str, tmp_path: Path
+    model_type: str, is_apart: bool, tmp_path: Path
 ) -> None:
-    """Six conversations at once, of which the pool holds a part; hits go on behind holes, and what is gone is computed
-    anew."""
-    model = save(model_type, tmp_path)
-    engine = load_engine(
-        EngineSettings(
-            model=str(tmp_path),
-            cache=CacheConfig(page_size=4, max_total_tokens=400),
-            scheduler=SchedulerConfig(chunked_prefill_size=16, max_running_requests=8),
-            num_threads=1,
-            context_len=128,
-            implementation="transformers",
+    """Six conversations at once, of which the pools hold a part; hits go on behind holes, and what is gone is computed
+    anew. A prefill replica sends full layers whole and of the others the window at the prompt's end."""
+    model, names, fabric = save(model_type, tmp_path), itertools.count(), LocalFabric()
+    engines = [
+        load_engine(
+            EngineSettings(
+                model=str(tmp_path),
+                cache=CacheConfig(page_size=4, max_total_tokens=400),
+                scheduler=SchedulerConfig(chunked_prefill_size=16, max_running_requests=8),
+                num_threads=1,
+                context_len=128,
+                implementation="transformers",
+                transfer=TransferSettings(host="127.0.0.1", token=TOKEN) if is_apart else None,
+                make_agent=lambda memory: LocalAgent(memory, fabric, str(next(names))),
+            )
         )
-    )
+        for _ in range(1 + is_apart)
+    ]
     draw, greedy = np.random.default_rng(1), SamplingParams(max_new_tokens=9, temperature=0.0, ignore_eos=True)
     texts = [draw.integers(3, 190, length).tolist() for length in (1, 7, 19, 26, 38, 50)]
     cached = 0
     try:
-        windows = engine.kv.store.parts
-        assert isinstance(windows, WindowAllocator)
         for _ in range(5):
             for rid, text in enumerate(texts):
-                engine.submit(GenerateRequest(rid=str(rid), token_ids=np.array(text, np.int32), sampling=greedy))
+                request = GenerateRequest(rid=str(rid), token_ids=np.array(text, np.int32), sampling=greedy)
+                peer = engines[0].transfer_address
+                of_sides = [request] if peer is None else legs(request, peer)
+                for engine, leg in zip(engines, of_sides, strict=True):
+                    engine.submit(leg)
             told: dict[str, list[TokenDelta]] = {str(rid): [] for rid in range(len(texts))}
-            while engine.has_work:
-                for delta in engine.step():
+            while any(engine.has_work for engine in engines):
+                for delta in [engine.step() for engine in engines][-1]:
                     told[delta.rid].append(delta)
-            engine.scheduler.check()
+                for engine in engines:
+                    engine.scheduler.check()
             for rid, text in enumerate(texts):
                 answer = [id_ for delta in told[str(rid)] for id_ in delta.token_ids]
                 assert answer == tiny.reference(model, text, 9)[1]
+                report = told[str(rid)][0].kv_transfer
+                assert is_apart == (report is not None and report.transferred), report
                 cached += told[str(rid)][-1].usage.cached_tokens
                 text += [*answer, *draw.integers(3, 190, 3).tolist()]
-        assert windows.evicted > 0
-        assert windows.num_holes > 0
+        for engine in engines:
+            windows = engine.kv.store.parts
+            assert isinstance(windows, WindowAllocator)
+            assert windows.evicted > 0
+            assert windows.num_holes > 0
         assert cached > 0
+        assert not is_apart or engines[1].stats().prefill_tokens == 0
     finally:
-        engine.close()
+        for engine in engines:
+            engine.close()
 
 
 def test_the_outline_finds_what_each_layer_does(tmp_path: Path) -> None:

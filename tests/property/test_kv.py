@@ -12,12 +12,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from deployments.channel.frames import LENGTH, CacheChanges, CacheKeys, decode, encode
+from kvtransfer.layout import Carried
 from kvtransfer.pages import page_keys
 from replicas.cache.host_pages import HostTier
-from replicas.cache.kv import KvCache
+from replicas.cache.kv import KvCache, came, carried_parts, handed_len
 from replicas.cache.parts import SnapshotAllocator
 from replicas.cache.retention import POLICIES
-from replicas.config import CacheConfig
+from replicas.config import CacheConfig, tail_pages
 from replicas.errors import Overloaded, PagesExhausted, RowsExhausted
 from replicas.memory.sizing import WindowPool
 from replicas.memory.state_pool import StatePool
@@ -135,9 +136,12 @@ class KvUnderLoad(RuleBasedStateMachine):
             cache=CacheConfig(prefix_cache=prefix_cache, eviction=eviction),
             host=tier if host_pages else None,
             record_events=True,
+            carried=Carried(window_pages=tail_pages(reach, page_size) if reach else 0, window_layers=1),
         )
         self.feed, self.index = self.router_side()
-        self.window_table = WindowTable(ROWS + 1, 68, num_pages=num_pages, page_size=page_size)
+        shape = self.kv.table.shape
+        self.window_table = WindowTable(*shape, num_pages=num_pages, page_size=page_size)
+        self.coming: list[Req] = []  # that another replica computes
         self.window_content: dict[int, object] = {}
         self.num_pages = num_pages
         self.held: list[Req] = []
@@ -146,7 +150,7 @@ class KvUnderLoad(RuleBasedStateMachine):
             self.content = InPages(pages, self.texts)
         if isinstance(self.kv.store.parts, SnapshotAllocator):
             self.kv.store.parts.run = self.states.copy
-        self.device = np.zeros((ROWS + 1, 68), dtype=np.int32)
+        self.device = np.zeros(shape, dtype=np.int32)
 
     def router_side(self) -> tuple[Feed, TierIndex]:
         parts, index, size = self.kv.store.parts, TierIndex(), self.kv.store.size
@@ -239,12 +243,12 @@ class KvUnderLoad(RuleBasedStateMachine):
         try:
             reused = self.kv.admit(req)
         except RowsExhausted:
-            assert len(self.held) == ROWS
+            assert len(self.held) + len(self.coming) == ROWS
             return
         assert reused == expected
         assert reused < len(prompt)
         self.reused += reused
-        if not self.kv.store.available_tokens() and self.reach and self.held:
+        if not self.kv.store.available_tokens() and self.reach and self.held + self.coming:
             self.kv.release(req, keep=False)  # as the scheduler does: what runs may see all parts
             return
         self.held.append(req)
@@ -334,6 +338,66 @@ class KvUnderLoad(RuleBasedStateMachine):
             self.take_writes()
             self.kv.cut(req)
 
+    @rule(prompt=st.lists(st.integers(0, 1), min_size=1, max_size=12), salt=st.sampled_from(["", "x"]))
+    def receive(self, prompt: list[int], salt: str) -> None:
+        """Take pages for a prompt that another replica computes."""
+        req = choice_of("r", prompt, max_new_tokens=40, cache_salt=salt)
+        if self.states is not None or len(self.held) + len(self.coming) == ROWS:
+            return
+        reused = self.kv.admit(req, whole=True)
+        end_len = max(handed_len(req, self.kv), reused)
+        if end_len - reused > self.kv.store.available_tokens():
+            self.kv.release(req, keep=False)
+            return
+        self.kv.extend(req, end_len)
+        self.take_writes()  # with the next step of the others
+        self.coming.append(req)
+
+    @rule(which=st.integers(0, 100), arrives=st.booleans())
+    def arrive(self, which: int, arrives: bool) -> None:
+        """What was to come is here, or will not come."""
+        if not self.coming:
+            return
+        req, page_size = self.coming.pop(which % len(self.coming)), self.kv.page_size
+        if not arrives:
+            self.end(req, keep=False)
+            return
+        slots = self.kv.slots_of(req, 0, req.num_tokens).tolist()
+        texts = [(req.salt, tuple(req.ids[: position + 1].tolist())) for position in range(req.num_tokens)]
+        assert req.holding is not None
+        for position in range(req.holding.prefix_len, req.num_tokens):
+            self.content[slots[position]] = texts[position]
+        parts = came(req, self.kv)
+        first = -(-req.num_tokens // page_size) - len(parts)
+        for position in range(first * page_size, req.num_tokens) if len(parts) else ():
+            if part := int(parts[position // page_size - first]):
+                self.window_content[part * page_size + position % page_size] = texts[position]
+        req.computed_len = req.num_tokens
+        self.kv.cut(req)
+        self.kv.commit(req)
+        self.held.append(req)
+
+    @rule(which=st.integers(0, 100))
+    def hand_over(self, which: int) -> None:
+        """Send another replica what it needs to go on: all parts at the end are there, and what they hold is right."""
+        reqs = [req for req in self.held if req.extend_len == 0]
+        if not reqs or not self.reach:
+            return
+        req, page_size = reqs[which % len(reqs)], self.kv.page_size
+        try:
+            self.kv.extend(req, handed_len(req, self.kv), carries=True)
+        except PagesExhausted:
+            pass
+        else:
+            self.sound()
+            parts = carried_parts(req, self.kv)
+            first = -(-req.num_tokens // page_size) - len(parts)
+            for position in range(first * page_size, req.num_tokens):
+                slot = int(parts[position // page_size - first]) * page_size + position % page_size
+                assert self.window_content[slot] == (req.salt, tuple(req.ids[: position + 1].tolist()))
+        self.held.remove(req)
+        self.end(req, keep=True)
+
     @rule(which=st.integers(0, 100), keep=st.booleans())
     def release(self, which: int, keep: bool) -> None:
         if self.held:
@@ -345,14 +409,16 @@ class KvUnderLoad(RuleBasedStateMachine):
 
     @invariant()
     def sound(self) -> None:
-        self.kv.check(self.held)
+        self.kv.check(self.held + self.coming)
         stats = self.kv.store.stats()
         total = stats.free_pages + stats.evictable_pages + stats.protected_pages + stats.reserved_pages
         assert total == self.num_pages
-        if not self.held:
+        if not self.held + self.coming:
             assert self.kv.store.available_tokens() == self.kv.store.stats().total_tokens
 
     def teardown(self) -> None:
+        for req in getattr(self, "coming", []):
+            self.kv.release(req, keep=False)
         for req in getattr(self, "held", []):
             self.kv.release(req, keep=True)
         if hasattr(self, "kv"):
@@ -397,8 +463,14 @@ def test_in_long_histories_every_row_holds_its_own_tokens(seed: int, reach: int,
             machine.extend(which=draw.randint(0, 9), chunk=draw.randint(1, 12))
         elif kind < 0.8:
             machine.decode(token=draw.randint(0, 1))
-        elif kind < 0.9:
+        elif kind < 0.87:
             machine.release(which=draw.randint(0, 9), keep=draw.random() < 0.7)
+        elif kind < 0.9:
+            machine.receive(prompt=[draw.randint(0, 1) for _ in range(draw.randint(1, 12))], salt=salt)
+            machine.sound()
+            machine.serve(prompts=[[draw.randint(0, 1)] * 9], salt=salt)
+            machine.arrive(which=draw.randint(0, 9), arrives=draw.random() < 0.8)
+            machine.hand_over(which=draw.randint(0, 9))
         elif kind < 0.95:
             machine.idle(most=draw.randint(0, 4), to_store=draw.random() < 0.5)
         else:

@@ -4,7 +4,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from replicas.cache.kv import KvCache
+from kvtransfer.layout import Carried
+from replicas.cache.kv import KvCache, came, carried_parts, handed_len
 from replicas.cache.parts import SnapshotAllocator
 from replicas.config import CacheConfig
 from replicas.errors import InvalidRequest, PagesExhausted
@@ -368,6 +369,48 @@ def test_what_a_request_leaves_in_a_window_pool_outlasts_what_came_before_it(
     kv.store.make_room(9, "a test")
     assert kv.cache.peek_len(second.ids[: second.num_tokens], "") == (16 + num_made) // 4 * 4
     assert kv.cache.peek_len(first.ids[:17], "") == 0
+    kv.check([])
+
+
+def test_all_that_goes_over_of_a_window_stays_while_its_request_is_here() -> None:
+    """Window layers see 6 tokens: behind 12 in pages of 4 the next token sees two pages, and one at the border before
+    the last page, where the same prompt may be asked for again, three. Ten others need all parts that may go."""
+    windows = WindowPool.of(0, page_size=4, cell_bytes=1, reach=6, step_tokens=12, drafted=3)
+    kv = make(size=pool_of(64, 4, windows), carried=Carried(window_pages=3, window_layers=1))
+    req = prefilled(kv, "a", 12)
+    for start in range(100, 1100, 100):
+        other = choice_of(f"{start}", range(start, start + 12))
+        prefill(kv, other)
+        kv.release(other, keep=True)
+        kv.check([req])
+    assert kv.store.parts is not None
+    assert kv.store.parts.evicted > 10
+    assert len(carried_parts(req, kv)) == 3
+    assert carried_parts(req, kv).all()
+    kv.release(req, keep=False)
+
+
+def test_pages_that_come_take_no_parts_before_they_are_here_and_then_those_of_the_last_window() -> None:
+    """Of 10 pages of 4 that another replica computes, the last three have parts: window layers see 6 tokens."""
+    windows = WindowPool.of(0, page_size=4, cell_bytes=1, reach=6, step_tokens=12, drafted=3)
+    kv = make(size=pool_of(64, 4, windows), carried=Carried(window_pages=3, window_layers=1))
+    req, again = choice_of("a", range(40)), choice_of("b", [*range(40), 7])
+    kv.admit(req, whole=True)
+    kv.extend(req, handed_len(req, kv))
+    kv.check([req])
+    assert kv.store.parts is not None
+    assert kv.store.parts.parts.num_free == windows.num_pages
+    kv.table.drain_writes()
+    assert np.count_nonzero(came(req, kv)) == 3
+    assert [(start, len(slots)) for _, start, slots in kv.table.drain_writes()] == [(28, 12)]
+    req.computed_len = 40
+    kv.cut(req)
+    kv.commit(req)
+    kv.check([req])
+    assert kv.store.parts.parts.num_free == windows.num_pages - 3
+    assert kv.admit(again) == 40
+    for each in (req, again):
+        kv.release(each, keep=True)
     kv.check([])
 
 

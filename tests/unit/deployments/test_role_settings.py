@@ -19,7 +19,7 @@ from deployments.settings.groups import (
     with_secrets,
     without_secrets,
 )
-from deployments.settings.roles import DEPLOYMENTS, config_of, roles_of
+from deployments.settings.roles import DEPLOYMENTS, config_of, keeps_whole_pages, roles_of
 from deployments.settings.schema import parse
 from kvtransfer.types import TransferSettings, Verify
 from replicas.config import CacheConfig, SchedulerConfig
@@ -51,6 +51,21 @@ def test_a_role_replaces_parts_of_the_settings_that_it_names() -> None:
     assert replica_options(prefill)["num_replicas"] == 3
     assert len(replica_options(prefill)["placement_group_bundles"]) == 3
     assert replica_options(decode)["autoscaling_config"].max_replicas == 5
+
+
+@pytest.mark.parametrize(
+    ("changes", "whole"),
+    [
+        ({}, False),
+        ({"mode": "unified"}, False),
+        ({"mode": "unified", "transfer": {"fetch": "auto"}}, True),
+        ({"cache": {"host_memory_bytes": 1 << 30}}, True),
+        ({"decode": {"cache": {"host_memory_bytes": 1 << 30}}}, True),
+        ({"cache": {"host_memory_bytes": 1 << 30}, "prefill": {"cache": {"host_memory_bytes": 0}}}, True),
+    ],
+)
+def test_pages_are_whole_on_both_sides_where_one_needs_that(changes: dict[str, Any], whole: bool) -> None:
+    assert keeps_whole_pages(parse({**APART, **changes})) == whole
 
 
 def test_what_a_role_has_otherwise_is_converted_as_the_settings_of_all_are() -> None:

@@ -263,7 +263,10 @@ def test_a_peer_of_another_layout_or_of_ranks_that_do_not_map_is_refused() -> No
 def test_states_are_carried_by_whole_pages_of_the_layout_and_a_layout_without_them_keeps_its_name() -> None:
     plain = layout()
     for num_bytes, num_pages in ((0, 0), (1, 1), (plain.page_bytes, 1), (plain.page_bytes + 1, 2)):
-        assert replace(plain, state_bytes=num_bytes).state_pages == num_pages
+        assert replace(plain, state_bytes=num_bytes).carried.num_pages(9, 16) == num_pages
+    windows = replace(plain, window_layers=3, window_pages=4)  # three parts of a page in each of two layers
+    for num_tokens, num_pages in ((1, 2), (16, 2), (17, 3), (64, 6), (1000, 6)):
+        assert windows.carried.num_pages(num_tokens, 16) == num_pages
     assert plain.fingerprint == "5c6af9a2006cae69"  # a release that changes it finds no page of its stores
     assert replace(plain, state_bytes=8).fingerprint != plain.fingerprint
     with pytest.raises(IncompatibleLayout, match="state_bytes: 0 here, 8 there"):

@@ -4,7 +4,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from replicas.config import LONGEST_DRAFT, AttentionKind, CacheConfig, Hardware, ParallelConfig
+from replicas.config import LONGEST_DRAFT, AttentionKind, CacheConfig, EngineConfig, Hardware, ParallelConfig
 from replicas.errors import InvalidConfig
 from replicas.layers.tp_group import TpGroup
 from replicas.memory import sizing
@@ -107,7 +107,8 @@ def test_tokens_are_bytes_over_cell_floored_to_pages() -> None:
         (256, 5, {}, 1.0),  # all of it
         (8_192, 0, {}, 1.0),
         (8_192, 6, {}, 1.0),  # a request leaves the pages behind that no layer sees
-        (8_192, 5, {"hands_off": True}, 1.0),
+        (8_192, 5, {"hands_off": True}, 2.0),
+        (8_192, 5, {"hands_off": True, "whole_pages": True}, 1.0),
     ],
 )
 def test_window_layers_with_a_pool_of_their_own_leave_room_for_more_tokens_in_the_same_bytes(
@@ -127,6 +128,28 @@ def test_window_layers_with_a_pool_of_their_own_leave_room_for_more_tokens_in_th
         assert (size.windows.seen_pages, size.windows.reach) == (4, 64)
         assert size.windows.request_pages == -(-(64 + sizing.SLACK + LONGEST_DRAFT) // 16) + 1
         assert size.windows.num_pages >= size.windows.request_pages + config.chunked_prefill_size // 16
+
+
+def test_window_layers_of_replicas_that_hand_over_have_a_pool_of_their_own_in_any_memory() -> None:
+    """A request's windows and a step of 512 tokens take 39 pages of window layers: of 150 pages as they are whole that
+    pays, of 40 it does not, and in 30 they do not fit."""
+    kinds = (AttentionKind(window=64),) * 5 + (AttentionKind(),)
+    model = model_config(num_layers=6, context_len=8_192, attention_kinds=kinds)
+    hardware = Hardware(device="cpu", num_cpus=2, available_memory_bytes=GIB)
+    alone = resolve(model, hardware, cache=CacheConfig(page_size=16))
+    apart = replace(alone, hands_off=True)
+    cell = model.kv_cell_bytes(tp=1, kv_dtype=alone.kv_dtype)
+
+    def sized(config: EngineConfig, num_pages: int) -> sizing.PoolSize:
+        num_bytes = num_pages * 16 * cell
+        return sizing.with_windows(config, sizing.pool_size(num_bytes, cell, 16, None), num_bytes)
+
+    for num_pages, is_apart in ((150, True), (40, False)):
+        assert (sized(alone, num_pages).windows is not None) == is_apart
+        assert sized(apart, num_pages).windows is not None
+    assert (apart.carried.window_pages, apart.carried.window_layers, apart.carried.num_layers) == (5, 5, 1)
+    with pytest.raises(InvalidConfig, match="the windows of one request and a step's prompts take"):
+        sized(apart, 30)
 
 
 def test_what_a_model_keeps_is_counted_by_group() -> None:
