@@ -2,9 +2,11 @@
 
     python -m benchmarks serving --url http://127.0.0.1:8000 random shared-prefix     an OpenAI-compatible server
     python -m benchmarks serving                                                      a sweep of Manta
+    python -m benchmarks serving overload                                             orders of a queue that grows
     python -m benchmarks serving --url http://127.0.0.1:8000 replay --trace FILE      a recorded day (docs/capacity.md)
 
-Without --url, `sweep` serves serve_config.yaml. Repeats use fresh seeds: none finds the one before in a cache.
+Without --url, `sweep` serves serve_config.yaml; `overload` always does, once for each order of the queue. Repeats use
+fresh seeds, so that no repeat finds the one before in a cache.
 
 `sweep` draws two plots a workload: throughput against requests at once, and TTFT against conversations started a
 second. The rates of the second are shares of the throughput that the first reached in the same run, so that the plot
@@ -15,6 +17,7 @@ says so and no figures, and its workload is not drawn.
 import argparse
 import asyncio
 import contextlib
+import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -32,6 +35,10 @@ VOCAB_SIZE = 32_000
 CONCURRENCY: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
 SHARES: tuple[float, ...] = (0.25, 0.5, 0.75, 0.9, 1.1)  # of the highest throughput, in conversations
 LEAST = 4  # conversations of a run
+QUEUES = ("lpm", "on_time")  # of which the second is the default
+LOADS: tuple[float, ...] = (0.5, 1.0, 1.3, 1.6)  # of what the fleet carries
+OBJECTIVE_S = 2.0  # as `observability.ttft_objective_s`
+BEYOND = 100  # requests of a run of `overload`
 TRACKED, UNTRACKED = Path("docs/pictures"), Path("bench_results/pictures")
 
 
@@ -212,6 +219,51 @@ def sweep_all(client: Client, pictures: Path, *, quick: bool, repeats: int, max_
     return rows
 
 
+def overload_rows(options: argparse.Namespace) -> list[Row]:
+    """Serve under each order of the queue, and send the same prompts, at the same times, at shares of what is carried.
+
+    What is carried is measured once, before the rates: answered requests a second with 32 at once.
+    """
+    section = f"overload: in time is a first token within {OBJECTIVE_S:g} s, as clients see it"
+    table, carried, many = Table(section), 0.0, LEAST if options.quick else BEYOND
+    runs: dict[tuple[str, float], list[Run]] = {}
+    for number, queue in harness.in_turn(QUEUES, rounds_of(options, 2)):
+        with live_app.serving(scheduler={"policy": queue}) as url:
+            client = Client(url, first_model(url, None))
+
+            def run(load: ClosedLoop | OpenLoop, num: int, seed: int, client: Client = client) -> Run:
+                mixed = random_lengths(
+                    num_requests=num, input_len=512, output_len=32, spread=0.9, vocab_size=VOCAB_SIZE, seed=seed
+                )
+                return asyncio.run(client.run(mixed, load, max_s=options.max_s))
+
+            closed = ClosedLoop(concurrency=32), LEAST if options.quick else 96
+            run(*closed, 1000)  # what the first requests compile or touch is not the load's
+            if not carried:
+                best = run(*closed, 2000)
+                if not best.answered:
+                    raise SystemExit(f"serving overload: no request was answered: {next(iter(best.errors))}")
+                carried = len(best.answered) / best.wall_s
+            for seed, share in enumerate(LOADS, options.seed + number * len(LOADS)):
+                measured = run(OpenLoop(rate=share * carried, seed=seed), many, seed)
+                runs.setdefault((queue, share), []).append(measured)
+                say(f"{queue}, {share:g} x {carried:.2f}/s: {in_time(measured):.0f} % in time")
+    for share in LOADS:
+        for queue in QUEUES:
+            measured_in = runs[queue, share]
+            name, failed = f"{share:g} x, {queue}", sum(sum(each.errors.values()) for each in measured_in)
+            note = f"{failed} without an answer" if failed else ""
+            table.add(name, [in_time(each) for each in measured_in], "%", figure="in time", note=note)
+            for figure, (unit, of) in list(FIGURES.items())[1:]:
+                table.add(name, [of(each) or math.nan for each in measured_in], unit, figure=figure)
+    return table.rows
+
+
+def in_time(run: Run) -> float:
+    """Return the percentage of a run's requests that were answered with a first token within the objective."""
+    return 100 * sum((each.ttft_s or math.inf) <= OBJECTIVE_S for each in run.answered) / len(run.samples)
+
+
 async def replayed(recording: Recording, client: Client, options: argparse.Namespace) -> list[Sample]:
     """Send each request when it was recorded, conversations ``options.speed`` times as fast."""
     prompts = Prompts(page_size=recording.page_size, vocab_size=VOCAB_SIZE)
@@ -273,6 +325,7 @@ PARTS = {
         for shape in SHAPES
     },
     "replay": Part(about="a recording, request by request", measure=replay_rows, asked=True),
+    "overload": Part(about="orders of the queue at 0.5 to 1.6 x of what is carried", measure=overload_rows, asked=True),
     "sweep": Part(about="throughput and TTFT as load grows, with plots", measure=sweep_rows),
 }
 

@@ -1,6 +1,6 @@
 """What ten minutes on a GPU can show of Manta, the least proved first, and what they showed as tables.
 
-    python -m benchmarks gpu ten-minutes [--fake] [--minutes 10] [--json FILE]
+    python -m benchmarks gpu ten-minutes [--fake] [--minutes 10] [--since COMMIT] [--json FILE]
     python -m benchmarks gpu report FILE
 
 Runs on a bare machine, without Ray and NIXL: `make gpu-ten-minutes` names the packages that are missing. Each part runs
@@ -22,6 +22,7 @@ import importlib.util
 import json
 import os
 import pathlib
+import re
 import shutil
 import signal
 import subprocess
@@ -29,7 +30,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from benchmarks import harness
@@ -37,6 +38,7 @@ from benchmarks.harness import ROOT, Row, say
 
 FILE = pathlib.Path("bench_results/gpu_ten_minutes.json")
 VERSION = 1  # of FILE's form
+LAST_RUN = "4884c6c"  # the commit that last ran on a GPU, where no FILE tells
 GRACE_S, LOOK_S = 5.0, 0.2  # from a part's interruption to its end; between two looks at it
 PROCESSES = 6  # of pytest, where xdist is installed
 LINES = "MANTA_TEST_LINES"  # the file for the outcomes of tests, in the environment of pytest
@@ -44,8 +46,10 @@ PLUGIN = "benchmarks.gpu.ten_minutes"  # this file, whatever its name is when it
 UNFIT = 77  # exit status of a process that finds here nothing to do, and says why
 ENGINE, FIRST = "tests/gpu/test_gpu_engine.py", "tests/gpu/test_first_runs.py"
 FP8 = "tests/gpu/test_fp8_weights.py"
+CHANGED = (ENGINE, "tests/gpu/test_fences.py", "tests/gpu/test_host_tier.py", "tests/gpu/test_adapters_on_gpu.py")
 ALONE = ("tests/gpu/test_runner_memory.py", "tests/gpu/test_bench_gpu.py")  # they measure what others would take
 REST = ("tests/gpu", "tests/unit/runner/test_device_draw.py", "tests/unit/runner/test_token_counts.py")
+IMPORTED = re.compile(r"^\s*(?:from|import) ([\w.]+)", re.MULTILINE)
 COMPILE = f"""
 import sys
 try:
@@ -117,6 +121,11 @@ PARTS = (
         small=(Run(tests=(ENGINE,), only="inference_mode and device"),),
     ),
     Part(
+        name="changed", proves="tests of what has changed since the last run", share_s=90,
+        runs=(Run(tests=CHANGED, together=True),),
+        small=(Run(tests=("tests/gpu/test_device_port.py",)),),
+    ),
+    Part(
         name="first runs", proves="MLA, Qwen3's experts, a module of Transformers, embeddings, prompt logprobs, host "
         "tier", share_s=80,
         runs=(
@@ -148,7 +157,7 @@ PARTS = (
         small=(steps("steps", "--quick", "--what", "served", "--batch", "4"),),
     ),
     Part(
-        name="rest", proves="every other test of a GPU", share_s=200,
+        name="rest", proves="every other test of a GPU", share_s=110,
         runs=(Run(tests=REST, together=True), Run(tests=ALONE)),
         small=(Run(tests=("tests/gpu/test_warm_up.py",)),),
     ),
@@ -339,6 +348,24 @@ def _gpu_facts() -> dict[str, str]:
     return found
 
 
+def changed_tests(since: str) -> tuple[str, ...]:
+    """Return the files of tests/gpu that have changed since a commit, or import what has; CHANGED where git cannot
+    tell."""
+    command = ["git", "diff", "--name-only", since]
+    said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True) if shutil.which("git") else None
+    if said is None or said.returncode:
+        return CHANGED
+    changed = set(said.stdout.split())
+    modules = {name.removesuffix(".py").replace("/", ".") for name in changed if name.endswith(".py")}
+    names = [str(path.relative_to(ROOT)) for path in sorted((ROOT / "tests/gpu").glob("test_*.py"))]
+    found = [
+        name
+        for name in names
+        if name not in ALONE and (name in changed or modules & set(IMPORTED.findall((ROOT / name).read_text())))
+    ]
+    return tuple(found) or CHANGED
+
+
 def _counts(tests: Sequence[Mapping[str, Any]]) -> str:
     outcomes = [each["outcome"] for each in tests]
     counts = {each: outcomes.count(each) for each in ("passed", "failed", "skipped")}
@@ -378,6 +405,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     ten = commands.add_parser("ten-minutes", help="run all parts, and write FILE")
     ten.add_argument("--fake", action="store_true", help="a little of each part, on a GPU that is not there")
     ten.add_argument("--minutes", type=float, default=10.0, help="for all parts together")
+    ten.add_argument("--since", help="the commit of the last run; by default that of FILE, if it is there")
     ten.add_argument("--json", metavar="FILE", type=pathlib.Path, default=FILE)
     of_file = commands.add_parser("report", help="print what FILE tells as tables in Markdown")
     of_file.add_argument("file", type=pathlib.Path)
@@ -387,10 +415,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     if not options.fake and shutil.which("nvidia-smi") is None:
         parse.error("nvidia-smi is not on PATH, so there is no GPU here; --fake runs a little of each part without one")
-    status = run(PARTS, options.json, budget_s=60 * options.minutes, fake=options.fake, beside=BESIDE)
+    changed = (Run(tests=changed_tests(options.since or _commit_of(options.json) or LAST_RUN), together=True),)
+    parts = [replace(part, runs=changed) if part.name == "changed" else part for part in PARTS]
+    status = run(parts, options.json, budget_s=60 * options.minutes, fake=options.fake, beside=BESIDE)
     print(report(options.json))
     say(f"{options.json}; its tables once more: python -m benchmarks gpu report {options.json}")
     return status
+
+
+def _commit_of(path: pathlib.Path) -> str | None:
+    try:
+        commit: str | None = json.loads(path.read_text())["git"]["commit"]
+    except (OSError, ValueError, KeyError):
+        return None
+    return commit
 
 
 if __name__ == "__main__":

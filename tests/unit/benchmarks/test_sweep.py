@@ -1,10 +1,14 @@
 """The sweep: enough conversations for every load, rates that are shares of what was reached, and failures that cost
-one point."""
+one point. Overload: orders of a queue on the same requests."""
 
+import argparse
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
+from benchmarks import live_app, serving
 from benchmarks.client import ClosedLoop, OpenLoop, Run, Sample
 from benchmarks.harness import Row
 from benchmarks.serving import CONCURRENCY, LEAST, SHAPES, SHARES, Shape, sweep
@@ -87,3 +91,41 @@ def test_a_server_that_fails_everything_is_reported_and_not_asked_at_rates() -> 
     rows, _ = swept(SHAPES[0], client, quick=True)
     assert [row.note[:6] for row in rows] == ["FAILED", "FAILED"]
     assert all(isinstance(load, ClosedLoop) for load, _ in client.loads)
+
+
+def test_each_order_of_the_queue_gets_the_same_prompts_at_the_same_times_and_no_prompt_twice(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One that had no answer, or a late one, is not in time."""
+    served, client = [], FakeClient()
+
+    @contextlib.contextmanager
+    def serve(**changes: Any) -> Iterator[str]:
+        served.append(changes["scheduler"]["policy"])
+        yield "http://nowhere"
+
+    async def run(workload: Workload, load: ClosedLoop | OpenLoop, *, max_s: float) -> Run:
+        found = await FakeClient.run(client, workload, load, max_s=max_s)
+        if served[-1] == "lpm" and isinstance(load, OpenLoop):
+            found.samples[0].error, found.samples[1].ttft_s = "HTTP 429: full", 2.5
+        return found
+
+    monkeypatch.setattr(live_app, "serving", serve)
+    monkeypatch.setattr(serving, "first_model", lambda url, key: "m")
+    monkeypatch.setattr(serving, "Client", lambda url, model: argparse.Namespace(run=run))
+    rows = serving.overload_rows(argparse.Namespace(quick=True, rounds=2, seed=0, max_s=240.0))
+    assert served == ["lpm", "on_time", "on_time", "lpm"]
+    sent = [each for each in zip(client.loads, client.workloads, strict=True) if isinstance(each[0][0], OpenLoop)]
+    many = len(serving.LOADS)
+    lpm_first, on_time_first, on_time_second, lpm_second = (sent[at : at + many] for at in range(0, 4 * many, many))
+    assert lpm_first == on_time_first
+    assert lpm_second == on_time_second
+    rates = [load.rate for (load, _), _ in lpm_first if isinstance(load, OpenLoop)]
+    assert rates == pytest.approx([32 * share for share in serving.LOADS])
+    asked = [each for _, workload in lpm_first + lpm_second for each in workload.conversations]
+    prompts = [turn.token_ids for each in asked for turn in each.turns]
+    assert len(set(prompts)) == len(prompts)
+    found = {(row.name, row.figure): row for row in rows}
+    assert found["1.3 x, lpm", "in time"].value == 50.0
+    assert found["1.3 x, lpm", "in time"].note == "2 without an answer"
+    assert found["1.3 x, on_time", "in time"].value == 100.0

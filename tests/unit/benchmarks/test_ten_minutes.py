@@ -158,3 +158,17 @@ def test_the_parts_share_ten_minutes_and_name_tests_that_are_there() -> None:
         tests = re.findall(r"def (test_\w+)", "".join(path.read_text() for path in files))
         for words in filter(None, each.only.split(" or ")):
             assert any(words.split(" and ")[0] in test for test in tests), words
+
+
+def test_what_changed_is_asked_of_git_and_all_is_run_where_it_cannot_tell() -> None:
+    assert ten_minutes.changed_tests("no such commit") == ten_minutes.CHANGED
+    assert set(ten_minutes.CHANGED + ten_minutes.ALONE) <= {
+        str(path.relative_to(ROOT)) for path in ROOT.glob("tests/gpu/*")
+    }
+
+
+def test_another_file_is_refused_in_words(tmp_path: Path) -> None:
+    (tmp_path / "other.json").write_text("{}")
+    for file in ("other.json", "missing.json"):
+        with pytest.raises(SystemExit, match="is no file of `make gpu-ten-minutes`"):
+            report(tmp_path / file)
