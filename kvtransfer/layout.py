@@ -57,7 +57,7 @@ class KvLayout:
     architecture: str  # MHA or MLA; how K and V lie in a page
     num_layers: int
     num_kv_heads: int  # of all ranks together; 1 for MLA
-    head_dim: int  # for MLA kv_lora_rank + rope_dim; V is the first kv_lora_rank numbers of K
+    head_dim: int  # for MLA kv_lora_rank + rope_dim, and an index's key; V is the first kv_lora_rank numbers of K
     dtype: str  # "float32", "bfloat16", ...; it says whether numbers are scaled
     item_bytes: int  # of one number
     page_size: int  # tokens

@@ -206,7 +206,7 @@ class ModelConfig:
     num_layers: int
     num_heads: int
     num_kv_heads: int  # that attention sees: 1 with ``mla``, whose
-    head_dim: int  # queries and keys are kv_lora_rank + qk_rope_head_dim numbers
+    head_dim: int  # queries and keys are `MLAConfig.cached_dim` numbers, an index's key among them
     rms_norm_eps: float
     rope: RopeConfig
     context_len: int  # longest prompt + output

@@ -106,9 +106,10 @@ def _first_that_serves(spec: AttentionSpec) -> tuple[AttentionBackend, Attention
                 why = f"since {'; '.join(failed)}" if failed else "the fast one of this device"
                 return backend, AttentionChoice(name=name, why=why)
         failed.append(f"{name} {reason}")
+    through = ", or model.implementation: transformers, which keeps K and V of heads" if spec.latent else ""
     raise InvalidConfig(
         f"no fast attention backend serves this model on {spec.pool.device}: {'; '.join(failed)}. Install what is "
-        "missing (make install-gpu), or set attention: torch_native, which is slow"
+        f"missing (make install-gpu), or set attention: torch_native, which is slow{through}"
     )
 
 

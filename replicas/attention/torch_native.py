@@ -18,6 +18,7 @@ from replicas.config import AttentionKind
 
 PLAIN = AttentionKind()
 QUERIES = 128  # with tokens chosen for each that attend at a time: what is masked is [128, n]
+SCORES = 1 << 25  # of latent attention that are made at a time
 
 
 class TorchNativeAttention:
@@ -113,6 +114,12 @@ def attend(
     Returns: [E, H, D].
     """
     num_new, seq_len = q.shape[0], k.shape[0]
+    if v.shape[-1] != k.shape[-1] and num_new > 1 and num_new * q.shape[1] * seq_len > SCORES:
+        half = num_new // 2  # of latent attention, for which PyTorch makes all scores at once
+        end = seq_len - num_new + half
+        early, late = (None, None) if chosen is None else (chosen[:half, :end], chosen[half:])
+        before = attend(q[:half], k[:end], v[:end], kind, sinks, chosen=early)
+        return torch.cat((before, attend(q[half:], k, v, kind, sinks, chosen=late)))
     first = seq_len - num_new
     if kind.window is not None or kind.chunk is not None:  # what no token sees is left out
         seen = _first_seen(torch.tensor([first]), kind).item()
@@ -126,6 +133,12 @@ def attend(
         mask = (position <= query) & (position >= _first_seen(query, kind))  # [E, n - seen]
     if chosen is not None:
         mask = chosen if mask is None else chosen & mask
+    heads = q.shape[1]
+    if v.shape[-1] != k.shape[-1]:  # latent: heads are more tokens of one head, or PyTorch copies K and V for each
+        mask = None if mask is None else mask.repeat_interleave(heads, dim=0)
+        k, v = k.transpose(0, 1), v.transpose(0, 1)  # [1, n, D]
+        rows = q.reshape(1, num_new * heads, -1)
+        return F.scaled_dot_product_attention(rows, k, v, attn_mask=mask, scale=kind.scale).view(num_new, heads, -1)
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))  # [1, heads, tokens, D]
     if kind.soft_cap is None and sinks is None:
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=kind.scale, enable_gqa=True)

@@ -21,7 +21,7 @@ from torch import Tensor
 from replicas.checkpoints.checkpoint import Checkpoint, open_checkpoint, weight_files
 from replicas.checkpoints.stored import Window
 from replicas.checkpoints.weight_index import HEAD
-from replicas.config import ModelConfig
+from replicas.config import MLAConfig, ModelConfig
 from replicas.errors import InvalidConfig
 from replicas.kernels import bf16_tiles
 from replicas.kernels.int8_tiles import cpu_has_vnni
@@ -70,7 +70,7 @@ def load_weights(
     wanted, stacked, there = model.weights(), model.stacked_weights(), checkpoint.names
     filled = {fills for name in there & stacked.keys() for fills in stacked[name].fills}
     found = (there - stacked.keys()) | filled
-    found = {name for name in found if config.mla is None or _block(name) < config.num_layers}
+    found = {name for name in found if config.mla is None or _computes(config.mla, config.num_layers, name)}
     _check_names(folder, wanted.keys(), found, tied=config.tie_embeddings)
     if tp.rank == 0 and config.stored is not None:
         log.info("weights: %s", config.describe_weights())
@@ -200,11 +200,15 @@ def weight_bytes(model: "Llama | TransformersModel") -> int:
     return sum(layer.num_bytes for _, layer in model.walk())
 
 
-def _block(name: str) -> int:
-    """Return the number of the block that a weight belongs to; -1 if to none. DeepSeek-V3's checkpoints have one more
-    than the model: it predicts a second token."""
+def _computes(mla: MLAConfig, num_layers: int, name: str) -> bool:
+    """Say whether the model uses a weight. DeepSeek-V3's checkpoints have a block more than the model, which predicts a
+    second token, and GLM-5's an index in layers that share another's choice."""
     found = BLOCK.match(name)
-    return -1 if found is None else int(found[1])
+    if found is None:
+        return True
+    block = int(found[1])
+    shares = mla.index is not None and block < num_layers and mla.index.shared[block]
+    return block < num_layers and not (shares and ".self_attn.indexer." in name)
 
 
 def _check_names(folder: Path, wanted: Iterable[str], found: set[str], *, tied: bool) -> None:

@@ -4,8 +4,9 @@ behind the first dense blocks. In V3.2 and GLM-5 an index chooses what a token a
 Owns:      the order of operations of a block, and the weights' names in Hugging Face checkpoints.
 Never:     makes keys or values of a head: queries go into the latent space (layers/latent.py), and the backend attends
            there with one KV head, whose values are its keys' first columns (memory/latent_pool.py).
-Invariant: prompts, chunks of them and single tokens run the same operations, so hits equal misses. To expand a long
-           chunk's keys and values instead is 1.7 times as fast (docs/performance.md), and gives other last bits.
+Invariant: without an index, prompts, chunks of them and single tokens run the same operations, so hits equal misses. To
+           expand a long chunk's keys and values instead is 1.7 times as fast (docs/performance.md), and gives other
+           last bits.
            A token's choice is made of keys as the pool has them. Where scores are equal, as zeros are, later tokens are
            chosen, and not those that a sort happens to meet first.
 Source:    DeepSeek-AI 2024 (arXiv:2405.04434), section 2.1; DeepSeek-AI 2024 (arXiv:2412.19437), section 2.1;
@@ -29,6 +30,7 @@ from replicas.layers.embedding import RotaryEmbedding, Rotation
 from replicas.layers.latent import LatentProjection
 from replicas.layers.layer import Layer, computes_in
 from replicas.layers.linear import ColumnParallelLinear, RowParallelLinear
+from replicas.layers.moe import ExactLinear
 from replicas.layers.norm import LayerNorm, RMSNorm
 from replicas.layers.tp_group import TpGroup
 from replicas.models.llama import BlockAttention, Llama
@@ -49,6 +51,7 @@ class Choices:
 
     def begin(self, meta: BatchMeta) -> None:
         self.bounds, self.seq_lens = (lengths.tolist() for lengths in meta.on_host())
+        self.last = None
 
 
 class LightningIndex(Layer):
@@ -60,8 +63,9 @@ class LightningIndex(Layer):
         self._layer, self._index, self._choices = layer, config.mla.index, choices
         self._rope_dim = config.mla.qk_rope_head_dim
         whole = TpGroup(device=tp.device)
-        self.q, self.k, self.weights_of = (ColumnParallelLinear(("",), tp=whole) for _ in range(3))
+        self.q, self.k = (ColumnParallelLinear(("",), tp=whole) for _ in range(2))
         self.k_norm = LayerNorm(LATENT_EPS)
+        self.weights_of = ExactLinear()  # whose rounding would choose others
 
     def parts(self) -> Mapping[str, Layer]:
         return {"wq_b": self.q, "wk": self.k, "k_norm": self.k_norm, "weights_proj": self.weights_of}
@@ -69,22 +73,24 @@ class LightningIndex(Layer):
     def choose(self, x: Tensor, low: Tensor, rotation: Rotation, backend: ChoosingAttention) -> Tensor:
         """Keep the keys of x [T, hidden], and choose for its tokens, of whose queries ``low`` [T, rank] is the low-rank
         form. Returns: [T, C] positions, -1 for none; of a request with at most C tokens they mean nothing."""
-        dim, seen = self._index.head_dim, self._choices
-        q = self._rotate(self.q(low).view(len(x), -1, dim), rotation)
+        (dim, most), seen = (self._index.head_dim, self._index.top_k), self._choices
         k = self._rotate(self.k_norm(self.k(x)).unsqueeze(1), rotation).squeeze(1)
         backend.set_index_keys(self._layer, torch.arange(len(x), device=x.device), k)
-        weights = self.weights_of(x).float() * (self._index.num_heads * dim) ** -0.5  # [T, heads]
-        chosen = torch.full((len(x), self._index.top_k), -1, dtype=torch.int64, device=x.device)
+        if max(seen.seq_lens) <= most:
+            seen.last = x.new_full((1, 1), -1, dtype=torch.int64).expand(len(x), most)
+            return seen.last
+        q = self._rotate(self.q(low).view(len(x), -1, dim), rotation)
+        weights = self.weights_of(x) * (self._index.num_heads * dim) ** -0.5  # [T, heads]
+        seen.last = chosen = x.new_full((len(x), most), -1, dtype=torch.int64)
         for request, seq_len in enumerate(seen.seq_lens):
-            if seq_len <= self._index.top_k:
+            if seq_len <= most:
                 continue
             keys = backend.read_index_keys(self._layer, request, seq_len, dim).float()
             first, end = seen.bounds[request], seen.bounds[request + 1]
-            most = max(1, SCORES // (seq_len * self._index.num_heads))
-            for start in range(first, end, most):
-                span = slice(start, min(start + most, end))
+            rows = max(1, SCORES // (seq_len * self._index.num_heads))
+            for start in range(first, end, rows):
+                span = slice(start, min(start + rows, end))
                 chosen[span] = self._best(q[span], weights[span], keys, seq_len - (end - start))
-        seen.last = chosen
         return chosen
 
     def _best(self, q: Tensor, weights: Tensor, keys: Tensor, first: int) -> Tensor:

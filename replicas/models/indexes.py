@@ -1,5 +1,5 @@
-"""Sparse attention by an index: modules of Transformers that choose the tokens which each token attends to (DeepSeek
-V3.2, GLM-MoE-DSA) run over the keys that our pages keep.
+"""Sparse attention by an index: modules of Transformers that choose the tokens which each token attends to (A.X K2,
+HY V4, Dots 3) run over the keys that our pages keep.
 
 Owns:      how such a module is told all keys of each request of a packed step, and what is made of its choice.
 Never:     scores a key: the module's own code does. Holds no key: they lie in the KV pool, behind K and V of the same

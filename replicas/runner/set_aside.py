@@ -20,8 +20,10 @@ FLASHINFERS = ("float16", "bfloat16", FP8_TENSOR)
 
 def graph_rows(config: EngineConfig) -> int:
     """Return the largest batch to capture CUDA graphs for; 0 where there are none: a module of Transformers may wait
-    for the device in a step."""
+    for the device in a step, and so does ``torch_native``."""
     if config.device != "cuda" or not config.cuda_graphs or config.model.implementation == "transformers":
+        return 0
+    if config.attention == "torch_native":
         return 0
     limit = config.scheduler.max_running_requests
     return SIZES[-1] if limit is None else min(limit, SIZES[-1])

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from replicas.engine.engine import Engine
 from replicas.errors import InvalidConfig, UnsupportedModel
 from replicas.loading.model_files import load_model_config
+from replicas.models.deepseek import Deepseek
 from replicas.types import GenerateRequest, SamplingParams
 from tests import harness
 from tests.embedded import MODEL
@@ -65,6 +66,31 @@ def test_the_blocks_that_only_predict_further_tokens_are_left_out(tmp_path: Path
     save_file({**weights, "model.layers.2.eh_proj.weight": torch.ones(2)}, file)
     with pytest.raises(InvalidConfig, match=r"1 unexpected \(model.layers.2.eh_proj.weight\)"):
         open_model(tmp_path)
+
+
+def test_an_index_in_layers_that_share_a_choice_is_left_out(tmp_path: Path) -> None:
+    """GLM-5's checkpoints have one in each layer, and a config may say that some share."""
+    model = tiny.save("glm-5", tmp_path)
+    file = tmp_path / "model.safetensors"
+    weights = load_file(file)
+    own = {name: tensor for name, tensor in weights.items() if ".0.self_attn.indexer." in name}
+    assert len(own) == 5
+    save_file({**weights, **{name.replace(".0.", ".1."): tensor.clone() for name, tensor in own.items()}}, file)
+    wanted = tiny.reference(model, tiny.PROMPTS[0], 8)[1]
+    assert open_model(tmp_path).greedy(tiny.PROMPTS[:1], 8) == [wanted]
+
+
+def test_what_an_index_weighs_its_heads_with_is_not_rounded(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "kv_lora_rank": 32, "qk_nope_head_dim": 32, "v_head_dim": 32}
+    tiny.save("v3.2", tmp_path, **sizes, q_lora_rank=32)
+    model = open_model(tmp_path, attention="auto", quantization="int4").model
+    assert isinstance(model, Deepseek)
+    index = model.blocks[0].attn.index  # type: ignore[attr-defined]
+    saved = load_file(tmp_path / "model.safetensors")
+    of_heads, of_keys = (saved[f"model.layers.0.self_attn.indexer.{name}.weight"] for name in ("weights_proj", "wk"))
+    x = torch.randn(3, 64)
+    torch.testing.assert_close(index.weights_of(x), x @ of_heads.T)
+    assert (index.k(x) - x @ of_keys.T).abs().max() > 1e-3, "others are"
 
 
 @pytest.fixture(scope="module", params=["v3", "glm-5"])

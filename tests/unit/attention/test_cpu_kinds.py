@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from replicas.attention import torch_native
 from replicas.attention.cpu import CHUNK, CpuAttention, decode_tasks, why_not
 from replicas.attention.torch_native import PLAIN, TorchNativeAttention
 from replicas.config import AttentionKind
@@ -178,3 +179,19 @@ def test_latent_vectors_give_the_same_bits_in_any_batch_chunk_and_group() -> Non
 def test_latent_vectors_that_are_no_multiple_of_16_are_left_to_the_plain_backend() -> None:
     step = make_step([(3, 1)], num_heads=4, num_kv_heads=1, head_dim=24, kv_dtype="float32", kv_lora_rank=16)
     assert why_not(step.pool, dtype=torch.float32, head_dim=24) == "needs a head_dim that is a multiple of 16, got 24"
+
+
+@pytest.mark.parametrize("most", [1 << 25, 1000])
+def test_the_reference_attends_to_latent_vectors_in_parts_of_a_bounded_size(
+    monkeypatch: pytest.MonkeyPatch, most: int
+) -> None:
+    """All heads read one copy of K and V, whole or in halves of the tokens, with tokens left out and without."""
+    monkeypatch.setattr(torch_native, "SCORES", most)
+    q, k, drawn = torch.randn(40, 16, 48), torch.randn(300, 1, 48), torch.rand(40, 300) > 0.3
+    causal = torch.arange(300) <= torch.arange(260, 300)[:, None]
+    for chosen in (None, drawn):
+        scores = torch.einsum("ehd,nd->ehn", q, k[:, 0]) * 48**-0.5
+        seen = causal if chosen is None else causal & chosen
+        weights = scores.masked_fill(~seen[:, None], -torch.inf).softmax(dim=-1)
+        wanted = torch.einsum("ehn,nd->ehd", weights, k[:, 0, :32])
+        torch.testing.assert_close(torch_native.attend(q, k, k[..., :32], chosen=chosen), wanted)
