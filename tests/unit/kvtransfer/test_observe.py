@@ -67,6 +67,7 @@ def test_what_is_about_to_be_sent(events: pytest.LogCaptureFixture) -> None:
         "layout": {
             "model": "m", "architecture": "MHA", "num_layers": 2, "num_kv_heads": 3, "head_dim": 4,
             "dtype": "float16", "item_bytes": 2, "page_size": 4, "tp": 1, "state_bytes": 0,
+                "window_layers": 0, "window_pages": 0,
         },
         "payload_total_bytes": 21 * 96,
     }  # fmt: skip
