@@ -2,8 +2,9 @@
 
 Owns:      the orders for it that rank 0 gives the others, beside the plans of steps.
 Never:     chooses slots, or runs within a step.
-Invariant: every rank runs the same order; `ReadKv` and `CopyPages` are collectives: a copy is complete on all ranks
-           when it returns, unless `HostKVCache` makes it in the background, which only a rank alone does.
+Invariant: every rank runs the same order; `ReadKv`, `CopyPages` and `CarryWindows` are collectives: a copy is
+           complete on all ranks when it returns, unless `HostKVCache` makes it in the background, which only a rank
+           alone does.
 Thread:    the runner's: engine thread on rank 0, the worker's main thread on the others.
 """
 
@@ -31,6 +32,7 @@ from replicas.runner.batch import within_memory
 from replicas.types import StateCopy
 
 log = logging.getLogger(__name__)
+COPIED_BYTES = 64 << 20  # of windows, at once
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -143,29 +145,47 @@ class CarriedWindows:
         self, pools: Sequence[MHATokenToKVPool], tp: TpGroup, send: Callable[[KvOrder], None] = lambda order: None
     ) -> None:
         """``pools``: that of full layers and that of windows."""
-        full, windows = pools
-        self._pages = full.bytes_of_pages().view(full.num_pages + 1, full.num_layers, -1)
-        self._parts = windows.bytes_of_pages().view(windows.num_pages + 1, windows.num_layers, -1)
-        self._tp, self._send = tp, send
+        self._pools, self._tp, self._send = pools, tp, send
 
     def put(self, row: int, num_tokens: int, parts: Pages, pages: Pages) -> None:
-        self.run(CarryWindows(parts, pages, to_pages=True))
+        self._run(CarryWindows(parts, pages, to_pages=True))
 
     def take(self, row: int, num_tokens: int, parts: Pages, pages: Pages) -> None:
-        self.run(CarryWindows(parts, pages, to_pages=False))
+        self._run(CarryWindows(parts, pages, to_pages=False))
 
-    def run(self, order: CarryWindows) -> None:
-        """Run this rank's part; complete on all when it returns."""
+    def _run(self, order: CarryWindows) -> None:
+        if not self.run(order):
+            raise Overloaded(f"windows in {len(order.pages)} pages were not copied: the logs of the ranks say why")
+
+    def run(self, order: CarryWindows) -> bool:
+        """Run this rank's part. Returns: whether it is complete on all ranks."""
         self._send(order)
-        pages, parts = (torch.from_numpy(each.astype(np.int64)) for each in (order.pages, order.parts))
-        shape, num_layers = self._parts[parts].shape, len(parts) * self._parts.shape[1]
-        carried = self._pages[pages].flatten(0, 1)
-        if order.to_pages:
-            carried[:num_layers] = self._parts[parts].flatten(0, 1)
-            self._pages[pages] = carried.view(len(pages), *self._pages.shape[1:])
-        else:
-            self._parts[parts] = carried[:num_layers].view(shape)
-        self._tp.min_int(1)
+        is_made = False
+        try:
+            self._copy(order)
+            is_made = True
+        except RuntimeError as error:  # the other ranks wait for this one
+            log.warning("windows in %d pages are not copied: %s", len(order.pages), error)
+        return bool(self._tp.min_int(is_made))
+
+    @torch.inference_mode()
+    def _copy(self, order: CarryWindows) -> None:
+        """Copy layer by layer, a bounded number of bytes at a time."""
+        full, windows = self._pools
+        at = np.arange(len(order.parts) * windows.num_layers)
+        pages, parts = (
+            torch.from_numpy(held.astype(np.int64)[at // pool.num_layers] * pool.num_layers + at % pool.num_layers)
+            for held, pool in ((order.pages, full), (order.parts, windows))
+        )
+        of_pages, of_parts = (
+            pool.bytes_of_pages().view((pool.num_pages + 1) * pool.num_layers, -1) for pool in self._pools
+        )
+        step = max(1, COPIED_BYTES // of_parts.shape[1])
+        for some in (slice(start, start + step) for start in range(0, len(at), step)):
+            if order.to_pages:
+                of_pages[pages[some]] = of_parts[parts[some]]
+            else:
+                of_parts[parts[some]] = of_pages[pages[some]]
 
 
 class CarriedStates:
