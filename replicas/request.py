@@ -139,6 +139,7 @@ class Behind:
     chunk_end: int = 0  # some: of its prompt, where a chunk ends
     computed_from: int = 0  # some: tokens behind whose pages nothing is kept for others, as another replica ran them
     seen_to: int | None = None  # some: the page from which on it has no parts, in a KV transfer
+    num_reserved: int = 0  # some: the most parts that it sees at once
 
 
 NOTHING_BEHIND = Behind()

@@ -493,6 +493,14 @@ def came(req: Req, kv: KvCache) -> Pages:
     return taken
 
 
+def see_no_more(req: Req, kv: KvCache, unwritten: Pages | None = None) -> None:
+    """Let ``req`` see no parts from now on: what it needs of them was copied. ``unwritten``: what `came` returned, if
+    that was not."""
+    holding = _holding(req)
+    if kv.store.parts is not None:
+        kv.store.parts.released(req, kv.table.view(holding.row, 0, holding.kv_len), unwritten)
+
+
 def _note_kept(req: Req, num_tokens: int) -> None:
     """Note what the cache has of ``req``, until its first token: what is told does not go by the steps that follow."""
     if not req.num_output:

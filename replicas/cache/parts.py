@@ -101,8 +101,9 @@ class PartAllocator(PagedTokenToKVPoolAllocator):
         """Return the parts of ``pages``; 0 for a hole."""
         return self._part[pages]
 
-    def released(self, req: Req, row: Slots) -> None:
-        """Take note that ``req`` holds nothing more."""
+    def released(self, req: Req, row: Slots, unwritten: Pages | None = None) -> None:
+        """Take note that ``req`` goes on behind nothing more; a second time that changes nothing. ``unwritten``: what
+        `came` returned, if that was not written: these parts are given up."""
 
     def hand_over(self, own: Pages, kept: Pages) -> None:
         """Let a request have pages ``kept`` in the place of its ``own``, which hold the same tokens and are freed
@@ -237,8 +238,9 @@ class WindowAllocator(PartAllocator):
     def admitted(self, req: Req, pages: Pages, *, cut_at: int) -> None:
         assert req.holding is not None
         first = max(0, len(pages) - self.windows.seen_pages)
-        req.holding.behind = Behind(seen_from=first, reused_len=len(pages) * self.page_size, cut_at=cut_at)
-        self.reserved += self._most_parts(req)
+        most, reused_len = self._most_parts(req), len(pages) * self.page_size
+        req.holding.behind = Behind(seen_from=first, reused_len=reused_len, cut_at=cut_at, num_reserved=most)
+        self.reserved += most
         if first < len(pages):
             self._see(pages[first:])
 
@@ -260,12 +262,17 @@ class WindowAllocator(PartAllocator):
     def left_at(self, req: Req, end: int, row: Slots) -> None:
         self._note_before(end // self.page_size, row, End.ANSWER)
 
-    def released(self, req: Req, row: Slots) -> None:
+    def released(self, req: Req, row: Slots, unwritten: Pages | None = None) -> None:
         """Let ``req`` see nothing more."""
         holding = req.holding
         assert holding is not None
-        self._pass_by(self._seen_pages(holding, row))
-        self.reserved -= self._most_parts(req)
+        pages = self._seen_pages(holding, row)
+        self._pass_by(pages)
+        if unwritten is not None:
+            self._give_up(pages[unwritten > 0])
+        self.reserved -= holding.behind.num_reserved
+        end = -(-len(row) // self.page_size)
+        holding.behind = replace(holding.behind, seen_from=end, seen_to=0, num_reserved=0)
 
     def came(self, req: Req, row: Slots) -> Pages:
         """Give the last pages of the tokens of ``req`` their parts, and let it see these."""
@@ -336,6 +343,7 @@ class WindowAllocator(PartAllocator):
         counted. O(pool)."""
         super().check_parts(reqs, rows)
         counted = np.zeros(self.num_pages + 1, dtype=np.int32)
+        assert self.reserved == sum(req.holding.behind.num_reserved for req in reqs if req.holding is not None)
         for req, row in zip(reqs, rows, strict=True):
             assert req.holding is not None
             behind = req.holding.behind
@@ -448,7 +456,7 @@ class SnapshotAllocator(PartAllocator):
         self._run_now()  # copies that are ordered know the states that the row has had until now
         return row[:0]
 
-    def released(self, req: Req, row: Slots) -> None:
+    def released(self, req: Req, row: Slots, unwritten: Pages | None = None) -> None:
         """Drop the copy to ``req`` if it was to go on and did not."""
         assert req.holding is not None
         own = [copy for copy in self._log if copy.row == req.holding.row]

@@ -66,7 +66,7 @@ from kvtransfer.types import (
     SendReady,
     WriteTimes,
 )
-from replicas.cache.kv import KvCache, came, carried_parts, handed_len, longest_reuse
+from replicas.cache.kv import KvCache, came, carried_parts, handed_len, longest_reuse, see_no_more
 from replicas.cache.quarantine import Detained
 from replicas.errors import Fault, InvalidRequest, Overloaded, PagesExhausted
 from replicas.observer import Observer
@@ -272,6 +272,7 @@ class PrefillRole:
             self._kv.extend(req, handed_len(req, self._kv), carries=True)
             row, pages = _carried_of(req, self._kv)
             carrier.put(row, req.num_tokens, carried_parts(req, self._kv), pages)
+            see_no_more(req, self._kv)
         except PagesExhausted as error:
             return f"no pages carry its states or windows: {error}"
         except (Overloaded, RuntimeError) as error:
@@ -569,10 +570,12 @@ class DecodeRole:
         """Copy the states or windows of ``req`` out of the pages that carried them. Returns: why it has none."""
         if self._carrier is None:
             return None
-        parts, (row, pages) = came(req, self._kv), _carried_of(req, self._kv)
+        parts = None
         try:
+            parts, (row, pages) = came(req, self._kv), _carried_of(req, self._kv)
             self._carrier.take(row, req.num_tokens, parts, pages)
         except (Overloaded, RuntimeError) as error:
+            see_no_more(req, self._kv, parts)
             return f"its states or windows cannot be taken over: {error}"
         return None
 

@@ -17,12 +17,16 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from kvtransfer.types import TransferSettings
 from replicas.cache.parts import WindowAllocator
 from replicas.config import AttentionKind, CacheConfig, ModelConfig, SchedulerConfig
+from replicas.disagg.roles import PrefillRole
+from replicas.engine.engine import Engine
 from replicas.errors import InvalidConfig, UnsupportedModel
 from replicas.kernels import bf16_tiles
 from replicas.launch import EngineSettings, load_engine
 from replicas.layers.tp_group import TpGroup
 from replicas.loading.model_files import load_model_config
 from replicas.memory.sizing import weight_bytes
+from replicas.runner.kv_access import CarriedWindows, CarryWindows
+from replicas.scheduler.tokens import NewToken
 from replicas.types import GenerateRequest, SamplingParams, TokenDelta
 from tests.engine_process import TOKEN
 from tests.local_agents import LocalAgent, LocalFabric
@@ -171,6 +175,26 @@ def test_a_hit_a_chunked_prompt_and_a_kv_transfer_say_the_same(saved: Saved, hos
             side.close()
 
 
+def engines_of(folder: Path, number: int) -> list[Engine]:
+    """One engine alone, or prefill and decode side."""
+    names, fabric = itertools.count(), LocalFabric()
+    return [
+        load_engine(
+            EngineSettings(
+                model=str(folder),
+                cache=CacheConfig(page_size=4, max_total_tokens=400),
+                scheduler=SchedulerConfig(chunked_prefill_size=16, max_running_requests=8),
+                num_threads=1,
+                context_len=128,
+                implementation="transformers",
+                transfer=TransferSettings(host="127.0.0.1", token=TOKEN) if number > 1 else None,
+                make_agent=lambda memory: LocalAgent(memory, fabric, str(next(names))),
+            )
+        )
+        for _ in range(number)
+    ]
+
+
 @pytest.mark.parametrize("is_apart", [False, True], ids=["one replica", "prefill and decode apart"])
 @pytest.mark.parametrize("model_type", ["gemma3_text", "gpt_oss", "llama4_text", "mimo_v2_flash"])
 def test_conversations_say_the_same_while_window_layers_keep_a_part_of_their_tokens(
@@ -178,22 +202,7 @@ def test_conversations_say_the_same_while_window_layers_keep_a_part_of_their_tok
 ) -> None:
     """Six conversations at once, of which the pools hold a part; hits go on behind holes, and what is gone is computed
     anew. A prefill replica sends full layers whole and of the others the window at the prompt's end."""
-    model, names, fabric = save(model_type, tmp_path), itertools.count(), LocalFabric()
-    engines = [
-        load_engine(
-            EngineSettings(
-                model=str(tmp_path),
-                cache=CacheConfig(page_size=4, max_total_tokens=400),
-                scheduler=SchedulerConfig(chunked_prefill_size=16, max_running_requests=8),
-                num_threads=1,
-                context_len=128,
-                implementation="transformers",
-                transfer=TransferSettings(host="127.0.0.1", token=TOKEN) if is_apart else None,
-                make_agent=lambda memory: LocalAgent(memory, fabric, str(next(names))),
-            )
-        )
-        for _ in range(1 + is_apart)
-    ]
+    model, engines = save(model_type, tmp_path), engines_of(tmp_path, 1 + is_apart)
     draw, greedy = np.random.default_rng(1), SamplingParams(max_new_tokens=9, temperature=0.0, ignore_eos=True)
     texts = [draw.integers(3, 190, length).tolist() for length in (1, 7, 19, 26, 38, 50)]
     cached = 0
@@ -225,6 +234,63 @@ def test_conversations_say_the_same_while_window_layers_keep_a_part_of_their_tok
             assert windows.num_holes > 0
         assert cached > 0
         assert not is_apart or engines[1].stats().prefill_tokens == 0
+    finally:
+        for engine in engines:
+            engine.close()
+
+
+@pytest.mark.parametrize(("to_pages", "why"), [(True, "cannot be sent"), (False, "cannot be taken over")])
+def test_a_prompt_is_computed_where_its_windows_cannot_be_copied(
+    to_pages: bool, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The decode side has the prompt's pages, and no windows. The copy fails once, with some of it made. Whether or not
+    it does, the prefill side needs no windows of a prompt behind it."""
+    model, engines, text = save("gpt_oss", tmp_path), engines_of(tmp_path, 2), list(range(40, 80))
+    greedy = SamplingParams(max_new_tokens=9, temperature=0.0, ignore_eos=True)
+    copy, failed = CarriedWindows._copy, list[bool]()
+
+    def short(carried: CarriedWindows, order: CarryWindows) -> None:
+        if order.to_pages is to_pages and not failed:
+            failed.append(True)
+            if not to_pages:
+                carried._pools[1].buffer[order.parts.astype(np.int64)] = 9.0
+            raise RuntimeError("no memory")
+        copy(carried, order)
+
+    def sent(role: PrefillRole, token: NewToken) -> NewToken | None:
+        end = send_last(role, token)
+        assert isinstance(role._kv.store.parts, WindowAllocator)
+        reserved.append(role._kv.store.parts.reserved)
+        return end
+
+    send_last, reserved = PrefillRole.send_last, list[int]()
+    monkeypatch.setattr(CarriedWindows, "_copy", short)
+    monkeypatch.setattr(PrefillRole, "send_last", sent)
+    try:
+        decode, peer = engines[1], engines[0].transfer_address
+        parts = decode.kv.store.parts
+        assert isinstance(parts, WindowAllocator)
+        assert peer is not None
+        alone(decode, GenerateRequest(rid="warm", token_ids=np.array(text, np.int32), sampling=greedy))
+        parts._give_up(decode.kv.cache.match_prefix(np.array(text, np.int32), "").pages)
+        for rid in ("a", "b"):
+            request = GenerateRequest(rid=rid, token_ids=np.array(text, np.int32), sampling=greedy)
+            for engine, leg in zip(engines, legs(request, peer), strict=True):
+                engine.submit(leg)
+            told = list[TokenDelta]()
+            while decode.has_work:
+                engines[0].step()
+                told += decode.step()
+            engines[0].abort(rid)
+            run(engines)
+            report = told[0].kv_transfer
+            assert report is not None
+            assert report.transferred == (rid == "b")
+            assert rid == "b" or why in (report.reason or "")
+            assert [id_ for delta in told for id_ in delta.token_ids] == tiny.reference(model, text, 9)[1]
+            for engine in engines:
+                engine.scheduler.check()
+        assert reserved == [0, 0]
     finally:
         for engine in engines:
             engine.close()

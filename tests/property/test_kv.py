@@ -15,7 +15,7 @@ from deployments.channel.frames import LENGTH, CacheChanges, CacheKeys, decode, 
 from kvtransfer.layout import Carried
 from kvtransfer.pages import page_keys
 from replicas.cache.host_pages import HostTier
-from replicas.cache.kv import KvCache, came, carried_parts, handed_len
+from replicas.cache.kv import KvCache, came, carried_parts, handed_len, see_no_more
 from replicas.cache.parts import SnapshotAllocator
 from replicas.cache.retention import POLICIES
 from replicas.config import CacheConfig, tail_pages
@@ -353,9 +353,9 @@ class KvUnderLoad(RuleBasedStateMachine):
         self.take_writes()  # with the next step of the others
         self.coming.append(req)
 
-    @rule(which=st.integers(0, 100), arrives=st.booleans())
-    def arrive(self, which: int, arrives: bool) -> None:
-        """What was to come is here, or will not come."""
+    @rule(which=st.integers(0, 100), arrives=st.booleans(), is_taken=st.booleans())
+    def arrive(self, which: int, arrives: bool, is_taken: bool) -> None:
+        """What was to come is here, with its windows or without, or will not come."""
         if not self.coming:
             return
         req, page_size = self.coming.pop(which % len(self.coming)), self.kv.page_size
@@ -368,6 +368,11 @@ class KvUnderLoad(RuleBasedStateMachine):
         for position in range(req.holding.prefix_len, req.num_tokens):
             self.content[slots[position]] = texts[position]
         parts = came(req, self.kv)
+        if not is_taken:
+            see_no_more(req, self.kv, parts)
+            self.kv.check([*self.held, *self.coming, req])
+            self.end(req, keep=False)
+            return
         first = -(-req.num_tokens // page_size) - len(parts)
         for position in range(first * page_size, req.num_tokens) if len(parts) else ():
             if part := int(parts[position // page_size - first]):
@@ -395,6 +400,8 @@ class KvUnderLoad(RuleBasedStateMachine):
             for position in range(first * page_size, req.num_tokens):
                 slot = int(parts[position // page_size - first]) * page_size + position % page_size
                 assert self.window_content[slot] == (req.salt, tuple(req.ids[: position + 1].tolist()))
+            see_no_more(req, self.kv)
+            self.sound()
         self.held.remove(req)
         self.end(req, keep=True)
 
@@ -469,7 +476,7 @@ def test_in_long_histories_every_row_holds_its_own_tokens(seed: int, reach: int,
             machine.receive(prompt=[draw.randint(0, 1) for _ in range(draw.randint(1, 12))], salt=salt)
             machine.sound()
             machine.serve(prompts=[[draw.randint(0, 1)] * 9], salt=salt)
-            machine.arrive(which=draw.randint(0, 9), arrives=draw.random() < 0.8)
+            machine.arrive(which=draw.randint(0, 9), arrives=draw.random() < 0.8, is_taken=draw.random() < 0.7)
             machine.hand_over(which=draw.randint(0, 9))
         elif kind < 0.95:
             machine.idle(most=draw.randint(0, 4), to_store=draw.random() < 0.5)

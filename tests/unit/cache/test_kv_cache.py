@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from kvtransfer.layout import Carried
-from replicas.cache.kv import KvCache, came, carried_parts, handed_len
+from replicas.cache.kv import KvCache, came, carried_parts, handed_len, see_no_more
 from replicas.cache.parts import SnapshotAllocator
 from replicas.config import CacheConfig
 from replicas.errors import InvalidRequest, PagesExhausted
@@ -410,6 +410,53 @@ def test_pages_that_come_take_no_parts_before_they_are_here_and_then_those_of_th
     assert kv.store.parts.parts.num_free == windows.num_pages - 3
     assert kv.admit(again) == 40
     for each in (req, again):
+        kv.release(each, keep=True)
+    kv.check([])
+
+
+@pytest.mark.parametrize("arrives", [False, True])
+def test_windows_that_came_and_could_not_be_taken_over_are_in_no_cache(*, arrives: bool) -> None:
+    """Of a prompt that the tree has whole, whose parts are gone."""
+    windows = WindowPool.of(0, page_size=4, cell_bytes=1, reach=6, step_tokens=12, drafted=3)
+    kv = make(size=pool_of(64, 4, windows), carried=Carried(window_pages=3, window_layers=1))
+    before, parts = choice_of("before", range(40)), kv.store.parts
+    for end in (12, 24, 36, 40):
+        prefill(kv, before, end)
+    kv.release(before, keep=True)
+    assert parts is not None
+    parts._give_up(kv.cache.match_prefix(np.arange(40, dtype=np.int32), "").pages)
+    req, again = choice_of("a", range(40)), choice_of("b", [*range(40), 7])
+    assert kv.admit(req, whole=True) == 40
+    kv.extend(req, handed_len(req, kv))
+    taken = came(req, kv)
+    assert np.count_nonzero(taken) == 3
+    if not arrives:
+        see_no_more(req, kv, taken)
+        kv.check([req])
+    kv.release(req, keep=False)
+    kv.check([])
+    assert parts.parts.num_free == windows.num_pages - 3 * arrives
+    assert kv.admit(again) == 40 * arrives
+    kv.release(again, keep=False)
+
+
+def test_a_request_whose_windows_were_copied_to_be_sent_leaves_its_parts_to_others() -> None:
+    """The pool holds one request's parts, and a step's."""
+    windows = WindowPool.of(0, page_size=4, cell_bytes=1, reach=6, step_tokens=12, drafted=3)
+    kv = make(size=pool_of(64, 4, windows), carried=Carried(window_pages=3, window_layers=1))
+    req, other = choice_of("a", range(30)), choice_of("b", range(100, 130))
+    for end in (12, 24, 30):
+        prefill(kv, req, end)
+    assert kv.store.parts is not None
+    kv.extend(req, handed_len(req, kv), carries=True)
+    kv.admit(other)
+    assert kv.store.parts.overbooked
+    see_no_more(req, kv)
+    assert not kv.store.parts.overbooked
+    for end in (12, 24, 30):
+        prefill(kv, other, end)
+        kv.check([req, other])
+    for each in (req, other):
         kv.release(each, keep=True)
     kv.check([])
 
