@@ -136,10 +136,16 @@ class KvLayout:
         """Raises: IncompatibleLayout that names every field that differs, both values, and what to do."""
         differing = self.differences(theirs, may_differ=MAY_DIFFER)
         if differing:
-            raise IncompatibleLayout(
-                f"KV pages cannot be exchanged: {differing}. Serve the same model with the same model.dtype, "
-                "model.quantization, cache.kv_dtype and cache.page_size on prefill and decode replicas"
+            wanted = (
+                "Serve the same model with the same model.dtype, model.quantization, cache.kv_dtype and "
+                "cache.page_size on prefill and decode replicas"
             )
+            if self.model == theirs.model and self.window_layers != theirs.window_layers:
+                wanted = (
+                    "Layers with a window keep all tokens on one of them: give both or neither GPUs or "
+                    "cache.host_memory_bytes, and both the same transfer.fetch"
+                )
+            raise IncompatibleLayout(f"KV pages cannot be exchanged: {differing}. {wanted}")
         if self.architecture != MLA and max(self.tp, theirs.tp) % min(self.tp, theirs.tp):
             raise IncompatibleLayout(
                 f"tp = {self.tp} here and {theirs.tp} there: one must be a multiple of the other, so that heads map"

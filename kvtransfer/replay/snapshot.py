@@ -20,7 +20,7 @@ import json
 import os
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
@@ -184,7 +184,9 @@ def _read_body(file: BinaryIO, header: dict[str, Any], path: str) -> npt.NDArray
 def _parse(header: dict[str, Any], body: npt.NDArray[np.uint8]) -> ReplaySnapshot:
     """Make the snapshot. Raises: KeyError, TypeError or ValueError for a header that does not describe ``body``."""
     named: dict[str, Any] = {
-        f.name: _typed(header["layout"], f.name, str if f.name in _TEXTS else int) for f in fields(KvLayout)
+        f.name: _typed(header["layout"], f.name, str if f.name in _TEXTS else int)
+        for f in fields(KvLayout)
+        if f.default is MISSING or f.name in header["layout"]  # files made before a field came have none
     }
     layout = KvLayout(**named)
     counts = [_typed(header, name, int) for name in ("num_prompt", "num_output", "num_computed")]

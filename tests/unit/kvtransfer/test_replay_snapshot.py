@@ -1,7 +1,7 @@
 """The snapshot file: written whole, read as written, refused with the reason."""
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -116,6 +116,22 @@ def test_every_way_to_cut_a_file_short_is_refused(tmp_path: Path) -> None:
             ReplaySnapshot.load(path)
     path.write_bytes(whole + b"\0")
     with pytest.raises(BadSnapshot, match="732 bytes of body are wanted, 733 are there"):
+        ReplaySnapshot.load(path)
+
+
+def test_a_file_made_before_a_layout_had_windows_is_read(tmp_path: Path) -> None:
+    """What it lacks is as by default; a field that every layout has is wanted."""
+    path = tmp_path / "s"
+    make().save(path)
+    old = {name: value for name, value in asdict(LAYOUT).items() if not name.startswith("window_")}
+    rewritten(path, layout=old)
+    assert_same(ReplaySnapshot.load(path), make())
+    rewritten(path, layout={**old, "window_pages": "4"})
+    with pytest.raises(BadSnapshot, match="window_pages is str"):
+        ReplaySnapshot.load(path)
+    del old["page_size"]
+    rewritten(path, layout=old)
+    with pytest.raises(BadSnapshot, match="page_size"):
         ReplaySnapshot.load(path)
 
 
