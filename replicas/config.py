@@ -385,7 +385,8 @@ class CacheConfig:
     mem_fraction_static: float = 0.9  # share of device memory for weights and KV; of engines on one GPU below 1 in all
     # the device memory of one replica; by default all of its GPUs, on a CPU 15 % of free RAM, at most 3 GiB
     device_memory_bytes: int | None = None
-    max_total_tokens: int | None = None  # most tokens in the pool, with snapshots of states; by default all that fit
+    # most tokens in the pool, with snapshots of states and pages that carry states or windows; by default all that fit
+    max_total_tokens: int | None = None
     # number format of K and V, by default the model's (float32 where a CPU has float16 weights); int8, fp8 (e4m3) and
     # fp8_e5m2: a scale per token and head; on a GPU fp8 alone, with the checkpoint's scales or 1
     kv_dtype: KvDType | None = None

@@ -23,6 +23,7 @@ from replicas.config import EngineConfig, Hardware, ModelConfig
 from replicas.errors import InvalidConfig, UnsupportedModel
 from replicas.loading.model_files import load_model_config
 from replicas.memory import sizing
+from replicas.memory.allocator import len_with_carried
 from replicas.resolve import resolve, settings_problems, transfer_problems
 from replicas.text.tokenizer import Tokenizer
 from routing.types import Role
@@ -109,13 +110,15 @@ def small_pools(config: AppConfig, *, available_bytes: int) -> list[str]:
     found: dict[str, None] = {}
     for role in roles_of(config):
         engine = engine_of(config, role, available_bytes=available_bytes)
-        tokens, longest = most_pool_tokens(engine), engine.model.context_len
+        tokens, page_size, context_len = most_pool_tokens(engine), engine.cache.page_size, engine.model.context_len
+        longest = len_with_carried(context_len, page_size, engine.carried)
         if tokens is not None and tokens < longest:
-            cap, page_size = engine.cache.max_total_tokens, engine.cache.page_size
+            cap = engine.cache.max_total_tokens
+            beside = ", with what a KV transfer carries," if longest > context_len else ""
             by = "max_total_tokens" if cap is not None and cap - cap % page_size == tokens else "device_memory_bytes"
             sentence = (
-                f"cache.{by}: the pool holds {tokens:,} tokens at most, and the context is {longest:,}: requests that "
-                "need more are refused, others wait for room; raise it, or lower model.context_len"
+                f"cache.{by}: the pool holds {tokens:,} tokens at most, and the context{beside} is {longest:,}: "
+                "requests that need more are refused, others wait for room; raise it, or lower model.context_len"
             )
             found[_named(sentence, config, role)] = None
     return list(found)

@@ -10,6 +10,7 @@ import struct
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -27,11 +28,13 @@ from deployments.command.check import read
 from deployments.command.cluster import NoCluster
 from deployments.http import service
 from deployments.places import ROOT
+from deployments.replica import feasible
 from deployments.replica.feasible import impossible
 from deployments.settings import settings_file
 from deployments.settings.capacity import Capacity
 from deployments.settings.schema import ModelSettings, parse
 from replicas.checkpoints import hub
+from replicas.config import AttentionKind
 from replicas.errors import InvalidConfig
 from replicas.loading.model_files import load_model_config
 from tests.embedded import MODEL
@@ -379,6 +382,20 @@ def test_checking_a_file_for_a_cluster_asks_its_nodes(
     assert wide.startswith("  parallel.tp = 3: the ranks of a replica share one node, which needs 3 CPUs")
     assert outage.startswith("  parallel.tp = 3: the replicas that serve have 1, and Serve stops one of them before")
     assert asked == ["10.0.0.1:6379"]
+
+
+@pytest.mark.model
+@pytest.mark.parametrize(("mode", "is_told"), [("unified", False), ("disaggregated", True)])
+def test_a_pool_that_holds_the_context_and_not_what_a_transfer_carries_is_a_warning(
+    mode: str, is_told: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kinds = (AttentionKind(window=64), AttentionKind()) * 15
+    model = replace(feasible._model(parse({"model": {"path": MODEL}})), attention_kinds=kinds)
+    monkeypatch.setattr(feasible, "_model", lambda config: model)
+    config = parse({"model": {"path": MODEL}, "mode": mode, "cache": {"max_total_tokens": model.context_len}})
+    told = feasible.small_pools(config, available_bytes=feasible.ANY_MEMORY)
+    assert len(told) == is_told
+    assert all("at most, and the context, with what a KV transfer carries, is" in each for each in told)
 
 
 @pytest.mark.model
