@@ -269,7 +269,8 @@ def _device_problems(model: ModelConfig, cache: CacheConfig, attention: Attentio
     if model.mla is not None and scaled:
         yield (
             f"cache.kv_dtype = {cache.kv_dtype!r} with latent attention (MLA): a latent vector of so few bits is every "
-            "head's K and V, and no kernel here reads one; leave cache.kv_dtype out, or set bfloat16"
+            "head's K and V, and no kernel here reads one; leave cache.kv_dtype out, or set bfloat16, or "
+            "model.implementation: transformers, which keeps K and V of heads"
         )
     if model.quantization == "fp8" and device == "cpu":
         yield "model.quantization = 'fp8' on cpu: such products are made on a GPU alone; set int8 or int4, or none"
