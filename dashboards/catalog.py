@@ -270,7 +270,7 @@ _TRANSFER = [
             disaggregated=True),
     Metric(REPLICA, HISTOGRAM, "transfer_duration_seconds",
             "Parts of a KV transfer: grant (until the receiver had a row and pages, or gave up), wait (from then until "
-            "all pages had arrived, or it failed), post and wire (one NIXL write, from its telemetry).",
+            "all pages had arrived, or it failed), post (processor time) and wire of one NIXL write.",
             {"phase": ("grant", "wait", "post", "wire")}, unit="seconds", buckets=STAGE, disaggregated=True),
     Metric(REPLICA, GAUGE, "transfers_in_flight", "KV transfers in progress; draining: failed, and their pages are "
             "not yet safe to reuse.", {"direction": ("send", "receive", "draining")}, disaggregated=True),

@@ -223,7 +223,7 @@ Tenant = tuple[str, float]  # its name and weight
 class _Open:
     sent_s: float
     uncached_tokens: int  # predicted
-    tenant: Tenant
+    tenant: str
     begun: bool = False  # its first token has come
     leaves: bool = False  # its replica was asked to give it back: those behind it need not wait for it
     adapter: str = ""
@@ -236,22 +236,6 @@ class _Replica:
     open: dict[int, _Open] = field(default_factory=dict)  # by decision number, oldest first
     doubted: tuple[float, ...] = (0.0, 0.0)  # rates that it reported after it was silent
     coming: Counter[str] = field(default_factory=Counter)  # adapters of ``open``, which it holds or loads
-    waiting: Counter[Tenant] = field(default_factory=Counter)  # uncached tokens of those that have not begun
-
-    def begins(self, request: _Open) -> None:
-        """Note that ``request`` waits no more."""
-        if not request.begun:
-            self.waiting[request.tenant] -= request.uncached_tokens
-            self.waiting += Counter()  # without what is 0
-            request.begun = True
-
-    def before(self, tenant: Tenant, own_tokens: float, *, without: int) -> tuple[float, float, float]:
-        """Count of the tokens that wait those that go before ``own_tokens`` of ``tenant``: all of its own, of others as
-        many by weight. ``without``: tokens of a request of it that is not counted. Returns: them, its own, all."""
-        own = self.waiting[tenant] - without
-        by_weight = (own + own_tokens) / tenant[1]
-        others = (min(tokens, by_weight * of[1]) for of, tokens in self.waiting.items() if of != tenant)
-        return own + sum(others), own, self.waiting.total() - without
 
     def since(self, time_s: float) -> list[_Open]:
         """Open requests sent at ``time_s`` or later, oldest first."""
@@ -290,7 +274,8 @@ class Load:
         self._priors[RATE] = PRIOR_PREFILL_TOKENS_PER_S
         self._priors[NUM_RATES] = DEVIATIONS * STEP_SPREAD
         self._where: dict[int, str] = {}  # decision number -> replica
-        self._tenants = set[Tenant]()  # that ever had a request
+        self._waiting: dict[str, Floats] = {}  # by tenant, [column]: uncached tokens that have not begun; some are > 0
+        self._weights: dict[str, float] = {}  # of those tenants, as last heard
         self._able: list[_Replica] | None = None  # may take a request; until that changes for one of them
         self._columns = np.zeros(0, dtype=np.intp)  # theirs
         self._eligible: Eligible | None = None  # until one of them reports
@@ -313,6 +298,7 @@ class Load:
             if not self._free:
                 size = self._data.shape[1]
                 self._data = np.hstack([self._data, np.zeros((NUM_FIELDS, size))])
+                self._waiting = {of: np.hstack([row, np.zeros(size)]) for of, row in self._waiting.items()}
                 self._free = list(range(size, 2 * size))
             replica = _Replica(column=self._free.pop(0), view=view)
             self._data[:, replica.column] = 0.0
@@ -328,7 +314,8 @@ class Load:
         self._free.append(replica.column)
         for rate in (RATE, STEP_S, RATE_TOKENS):  # those that stay may not have measured any
             self._priors[rate] = self._data[rate, replica.column] or self._priors[rate]
-        for number in replica.open:
+        for number, request in replica.open.items():
+            self._begins(replica, request)
             del self._where[number]
         self._able = None
 
@@ -377,9 +364,10 @@ class Load:
     ) -> None:  # fmt: skip
         """Open the request of decision ``number`` at a known replica; ``uncached_tokens`` 0: it receives K/V."""
         replica = self._replicas[replica_id]
-        request = replica.open[number] = _Open(now_s, uncached_tokens, adapter=adapter, tenant=tenant)
-        replica.waiting[tenant] += uncached_tokens
-        self._tenants.add(tenant)
+        request = replica.open[number] = _Open(now_s, uncached_tokens, adapter=adapter, tenant=tenant[0])
+        if uncached_tokens:
+            self._waiting.setdefault(tenant[0], np.zeros(self._data.shape[1]))[replica.column] += uncached_tokens
+            self._weights[tenant[0]] = tenant[1]
         if adapter:
             replica.coming[adapter] += 1
         self._where[number] = replica_id
@@ -397,7 +385,7 @@ class Load:
             return False
         replica = self._replicas[replica_id]
         request = replica.open.pop(number)
-        replica.begins(request)
+        self._begins(replica, request)
         if request.adapter:
             replica.coming -= Counter([request.adapter])
         column = self._data[:, replica.column]
@@ -427,7 +415,7 @@ class Load:
             replica = self._replicas[self._where[number]]
             request = replica.open[number]
             if begun:
-                replica.begins(request)
+                self._begins(replica, request)
             request.leaves = request.leaves if leaves is None else leaves
 
     def eligible(self, *, also: Collection[str] = ()) -> Eligible:
@@ -462,18 +450,24 @@ class Load:
 
         Args: waits: decisions of the request, which waits.
         """
-        numbers = {self._where[number]: number for number in waits}
-        for at, view in enumerate(eligible.views if self._tenants - {tenant} else ()):
-            replica = self._replicas[view.replica_id]
-            if replica.waiting.keys() <= {tenant}:
-                continue
-            mine = replica.open[numbers[view.replica_id]].uncached_tokens if view.replica_id in numbers else 0
-            before, own, total = replica.before(tenant, float(own_tokens[at]), without=mine)
-            queued = load.queued_tokens[at]
-            load.queued_tokens[at] = min(queued, before * max(1.0, queued / max(total, 1.0)))
-            load.late_tokens[at] = min(load.late_tokens[at], own, load.queued_tokens[at])
-            load.share[at] = load.queued_tokens[at] / max(queued, 1.0)
-            load.num_waiting[at] *= load.share[at]
+        name, weight = tenant
+        rows = {of: row[eligible.columns] for of, row in self._waiting.items() if of != name}
+        if not rows:
+            return
+        own = self._waiting[name][eligible.columns] if name in self._waiting else np.zeros(len(own_tokens))
+        for number in waits:
+            replica = self._replicas[self._where[number]]
+            request = replica.open[number]
+            own[eligible.columns == replica.column] -= 0 if request.begun else request.uncached_tokens
+        by_weight, others = (own + own_tokens) / weight, np.sum(list(rows.values()), axis=0)
+        before = own + sum(np.minimum(row, by_weight * self._weights[of]) for of, row in rows.items())
+        before *= np.maximum(load.queued_tokens / np.maximum(own + others, 1.0), 1.0)
+        at = np.flatnonzero((others > 0) & (before < load.queued_tokens))
+        load.share[at] = before[at] / load.queued_tokens[at]
+        load.queued_tokens[at] = before[at]
+        load.num_waiting[at] *= load.share[at]
+        at = np.flatnonzero(others)
+        load.late_tokens[at] = np.minimum(np.minimum(load.late_tokens, own), load.queued_tokens)[at]
 
     def adapter_s(self, eligible: Eligible, adapter: str) -> Floats:
         """Return how long each of ``eligible`` takes to load ``adapter``: 0 where it is held, or an open request has it
@@ -497,6 +491,8 @@ class Load:
         assert list(self._replicas) == sorted(self._replicas)
         columns = [replica.column for replica in self._replicas.values()]
         assert sorted(columns + self._free) == list(range(self._data.shape[1])), "a column has two owners or none"
+        assert self._waiting.keys() == self._weights.keys()
+        assert all(row.any() for row in self._waiting.values()), "a tenant is kept of which nothing waits"
         for replica in self._replicas.values():
             column = self._data[:, replica.column]
             since = replica.since(column[REPORT_S])
@@ -505,11 +501,21 @@ class Load:
             assert column[TOKENS_SINCE] == sum(request.uncached_tokens for request in since)
             assert column[RECEIVING] >= sum(request.uncached_tokens == 0 for request in since)
             assert min(column[ENDED], column[QUEUE]) >= 0
-            waiting = Counter[Tenant]()
+            waiting = Counter[str]()
             for each in replica.open.values():
                 waiting[each.tenant] += 0 if each.begun else each.uncached_tokens
-            assert replica.waiting == waiting, "a tenant's tokens are counted twice or not at all"
+            counted = Counter({tenant: row[replica.column] for tenant, row in self._waiting.items()})
+            assert counted == waiting, "a tenant's tokens are counted twice or not at all"
             assert replica.coming == Counter(each.adapter for each in replica.open.values() if each.adapter)
+
+    def _begins(self, replica: _Replica, request: _Open) -> None:
+        """Note that ``request`` waits no more."""
+        if request.uncached_tokens and not request.begun:
+            row = self._waiting[request.tenant]
+            row[replica.column] -= request.uncached_tokens
+            if not row.any():
+                del self._waiting[request.tenant], self._weights[request.tenant]
+        request.begun = True
 
     def _note_spread(self, column: Floats, told: float, last: float) -> None:
         """Note that a replica's rate was ``last`` and is ``told``: how far steps differ shows in how far rates move."""

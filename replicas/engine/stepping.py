@@ -86,7 +86,7 @@ class StepClock:
         self.decode_step_s = 0.0  # of steps that only decode; 0 until measured
         self.tokens_per_step = 1.0  # smoothed, of a request in these
         self.longest_s = 0.0  # of the recent steps of each kind: decode steps do not make it forget a long chunk
-        recent = collections.deque[tuple[float, int]]  # seconds, and new tokens of prompts and answers
+        recent = collections.deque[tuple[float, float, int]]  # seconds; as they count; new tokens, also of answers
         self._recent = {is_extend: recent(maxlen=RECENT_STEPS) for is_extend in (False, True)}
         self._full_s = 0.0  # smoothed, of extend steps of at least _full_step
         self._recent_s_per_token = collections.deque[float](maxlen=RECENT_STEPS)  # of those
@@ -120,14 +120,14 @@ class StepClock:
             self.num_decode += 1
             self.decode_s += step_s
         is_full = is_extend and num_prompt_tokens >= self._full_step and step_s > 0
-        recent, units = [each_s for each_s, _ in self._recent[is_extend]], 1
+        recent, units = [each_s for each_s, _, _ in self._recent[is_extend]], 1
         if is_full:
             recent, units = list(self._recent_s_per_token), num_prompt_tokens
         most_s = OUTLIER * statistics.median(recent) * units if recent else step_s
         if step_s > most_s and interrupted():
             return
-        self._recent[is_extend].append((step_s, num_prompt_tokens + num_decode))
-        self.longest_s = max(each_s for each in self._recent.values() for each_s, _ in each)
+        self._recent[is_extend].append((step_s, min(step_s, most_s), num_prompt_tokens + num_decode))
+        self.longest_s = max(each_s for each in self._recent.values() for each_s, _, _ in each)
         if not is_extend:
             self.decode_step_s = _smooth(self.decode_step_s, min(step_s, most_s), len(self._recent[False]))
             self.tokens_per_step = _smooth(self.tokens_per_step, tokens_each)
@@ -138,12 +138,16 @@ class StepClock:
             self._full_s = _smooth(self._full_s, min(step_s, most_s), num)
             self.prefill_tokens_per_s = self.rate_step_tokens / self._full_s
 
-
     @property
     def token_s(self) -> float:
         """What a new token took of late, of a prompt or an answer, in steps of either kind; 0 until one was counted."""
-        num_tokens = sum(num for each in self._recent.values() for _, num in each)
-        return sum(each_s for each in self._recent.values() for each_s, _ in each) / num_tokens if num_tokens else 0.0
+        num_tokens = sum(num for each in self._recent.values() for *_, num in each)
+        return sum(of_s for each in self._recent.values() for _, of_s, _ in each) / num_tokens if num_tokens else 0.0
+
+    @property
+    def shortest_s(self) -> float:
+        """The shortest of the recent steps; 0 until there was one."""
+        return min((each_s for each in self._recent.values() for each_s, _, _ in each), default=0.0)
 
 
 def _smooth(old: float, new: float, num: int = RECENT_STEPS) -> float:
@@ -376,7 +380,8 @@ class Stepping:
         tiers = self._scheduler.kv.store.tiers
         rate = self.times.prefill_tokens_per_s
         s_per_token = 1.0 / rate if rate else 0.0
-        queues.waiting.step_times = StepTimes(s_per_token, self.times.decode_step_s, self.times.token_s)
+        times = self.times
+        queues.waiting.step_times = StepTimes(s_per_token, times.decode_step_s, times.token_s, times.shortest_s)
         if tiers is not None and rate:
             tiers.compute_s_per_token = s_per_token
         self.tallies.step(step_s, num_reqs, num_new, is_extend=is_extend)

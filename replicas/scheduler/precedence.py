@@ -32,7 +32,7 @@ it is aged. So places are counted over all that wait (`_put_behind`).
 import enum
 import math
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from random import Random
 from typing import NamedTuple
@@ -114,6 +114,7 @@ class StepTimes(NamedTuple):
     s_per_token: float = 0.0  # of prompts
     step_s: float = 0.0  # of a step that only decodes
     token_s: float = 0.0  # of a new token, of a prompt or of an answer
+    shortest_s: float = 0.0  # of any step: no more than what is the same in all
 
 
 def set_rank(req: Req, config: SchedulerConfig) -> None:
@@ -308,7 +309,7 @@ class WaitingQueue(ReqQueue):
         entries[chunked].needed_s = entries[chunked].uncached_len * self.step_times.s_per_token
         if any(each.begun for each in entries.values()) or self._aged([*reqs, chunked], entries, now_s):
             return []
-        rank = {req: (req.level, req.rank.priority, self.shares.precedence(req)) for req in entries}
+        rank = {req: self.shares.rank(req) for req in entries}
         highest = max(rank[req] for req in reqs)
         firsts = [req for req in reqs if rank[req] == highest]
         able = in_time([entries[req] for req in (*firsts, chunked)])
@@ -361,6 +362,30 @@ class Precedence(enum.IntEnum):
     FIRST = 2
 
 
+Rank = tuple[int, int, Precedence]  # of a request: the level of its class, its priority, and its tenant's
+
+
+def waits_out(rank: Rank, begun: Iterable[Rank]) -> bool:
+    """Whether the step in which requests of the ranks ``begun`` compute their prompts is to hold nothing of one of
+    ``rank``: one of a higher class, or one of no lower priority whose tenant goes before its own, would wait for it."""
+    level, priority, precedence = rank
+    return any(each[0] > level or (each[0] == level and each[1] >= priority and each[2] > precedence) for each in begun)
+
+
+Size = Callable[[Req], float]
+
+
+def beyond_share(reqs: Sequence[Req], size: Size, *, head: Req | None = None) -> dict[str, float]:
+    """Return by tenant how much of ``size`` its ``reqs`` have beyond its share, by weight, of what all have. ``head``:
+    counts with its weight too, and with nothing."""
+    weights = {req.asked.tenant: req.asked.weight for req in ([*reqs, head] if head is not None else reqs)}
+    held = dict.fromkeys(weights, 0.0)
+    for req in reqs:
+        held[req.asked.tenant] += size(req)
+    whole = sum(held.values()) / sum(weights.values()) if weights else 0.0
+    return {tenant: held[tenant] - whole * weight for tenant, weight in weights.items()}
+
+
 class TenantShares:
     """The credits of the tenants of one engine."""
 
@@ -394,6 +419,11 @@ class TenantShares:
         num, num_tokens = self._waiting.pop(req.asked.tenant)
         if num > 1:
             self._waiting[req.asked.tenant] = num - 1, num_tokens - req.num_tokens
+
+    @property
+    def chunk_len(self) -> float:
+        """The most tokens of prompts in a step."""
+        return self._quantum / QUANTUM
 
     @property
     def several(self) -> bool:
@@ -433,17 +463,9 @@ class TenantShares:
         owes_more = precedence is Precedence.NO_CREDIT and self.credit(head.asked.tenant) > credit
         return head.rank.priority >= req.rank.priority and (owes_more or self.precedence(head) > precedence)
 
-    def waits_out(self, req: Req, begun: Iterable[Req]) -> bool:
-        """Whether the step in which ``begun`` compute their prompts is to hold nothing of ``req``: one of a higher
-        class, or one of no lower priority whose tenant goes before its own, would wait for it."""
-        precedence = self.precedence(req)
-
-        def goes_before(each: Req) -> bool:
-            if each.level != req.level:
-                return each.level > req.level
-            return each.rank.priority >= req.rank.priority and self.precedence(each) > precedence
-
-        return any(map(goes_before, begun))
+    def rank(self, req: Req) -> "Rank":
+        """Return what tells which requests ``req`` waits out."""
+        return req.level, req.rank.priority, self.precedence(req)
 
     def looks(self, now_s: float) -> None:
         """Count the time since the last look for those that others went before: another step is about to be planned."""
@@ -477,8 +499,7 @@ class TenantShares:
             self._passed = []
             return order
         self._refill()
-        one_of = {req.asked.tenant: req for req in order}
-        precedence = {tenant: self.precedence(req) for tenant, req in one_of.items()}
+        precedence = {tenant: self.precedence(req) for tenant, req in _one_of_each(order).items()}
         before, found = {req: at for at, req in enumerate(order)}, order
         for least in sorted(set(precedence.values()))[1:]:
             found = _put_behind(found, {tenant for tenant, each in precedence.items() if each < least})
@@ -515,11 +536,13 @@ def _put_behind(order: Sequence[Req], tenants: Container[str]) -> list[Req]:
 
 
 class Throttle:
-    """Bounds the steps of other tenants beside a tenant below its share: one that goes first, and has no other waiting.
+    """Bounds the steps of other tenants beside a tenant below its share: one that goes first, has no other waiting, and
+    runs no more requests than its share.
 
     While a request of such a tenant begins or runs, running requests that wait it out make a token by turns: as many a
-    step as keep that below STEP_S. If its prompt takes so long by itself, none of them does; in the step after that, as
-    many do as take a quarter. Until THROTTLE_S later, prompts of tenants that do not go first have the rest of a step.
+    step as keep that below STEP_S, or twice the shortest of late. If its prompt takes so long by itself, none of them
+    does; in the step after that, as many do as take a quarter. Until THROTTLE_S later, prompts of tenants that do not
+    go first have the rest of a step.
     """
 
     def __init__(self, shares: TenantShares) -> None:
@@ -529,27 +552,51 @@ class Throttle:
 
     def most_tokens(self, now_s: float, times: StepTimes) -> float:
         """Return how many tokens, of prompts and answers, a step may have."""
-        return STEP_S / times.token_s if times.token_s and now_s < self._until_s else math.inf
+        return _bounded_step(times) if now_s < self._until_s else math.inf
 
-    def leave_out(self, running: Sequence[Req], begin: Mapping[Req, int], now_s: float, times: StepTimes) -> list[Req]:
+    def leave_out(
+        self, running: Sequence[Req], begin: Sequence[Req], length: Callable[[Req], int], now_s: float, times: StepTimes
+    ) -> None:
         """Choose which of ``running`` make no token in the next step: the last ones wait longest, and do.
 
-        Args: begin: prompts that may be in it, and how much of each.
+        Args: begin: those whose prompts may be in it. length: tells how much of one is left.
         """
-        shares, below = self._shares, list[Req]()
-        if shares.several:
-            below = [req for req in (*begin, *running) if self._is_below_share(req)]
-        before, self.left_out = set(self.left_out), []
-        if below:
-            self._until_s = now_s + THROTTLE_S
-            others = [req for req in running if shares.waits_out(req, below)]
-            most = self.most_tokens(now_s, times)
-            begin_len = sum(begin[req] for req in below if req in begin)
-            left = most - (len(running) - len(others)) - begin_len
-            least = 0.0 if begin_len and not before.issuperset(others) else max(1.0, most / 4)
-            self.left_out = others[: len(others) - int(min(max(left, least), len(others)))]
-        return self.left_out
+        shares, before, self.left_out = self._shares, set(self.left_out), []
+        most = _bounded_step(times)
+        if not shares.several or len(running) + shares.chunk_len <= most:
+            return
+        precedence = {tenant: shares.precedence(req) for tenant, req in _one_of_each(begin, running).items()}
+        beyond = beyond_share([req for req in running if not req.in_background], lambda req: 1.0)
+        firsts = {each for each, of in precedence.items() if of is Precedence.FIRST and beyond.get(each, 0.0) < 1e-9}
 
-    def _is_below_share(self, req: Req) -> bool:
-        shares = self._shares
-        return not req.in_background and shares.precedence(req) is Precedence.FIRST and shares.is_last(req)
+        def below_share(reqs: Iterable[Req]) -> Iterator[Req]:
+            able = (req for req in reqs if req.asked.tenant in firsts and not req.in_background)
+            return filter(shares.is_last, able)
+
+        prompts = list(below_share(begin))
+        ranks = {(req.level, req.rank.priority, Precedence.FIRST) for req in (*prompts, *below_share(running))}
+        if not ranks:
+            return
+        self._until_s = now_s + THROTTLE_S
+        begin_len = 0.0
+        for req in prompts:
+            if begin_len < shares.chunk_len:  # no step holds more
+                begin_len = min(begin_len + length(req), shares.chunk_len)
+        if len(running) + begin_len <= most:
+            return
+        others = [
+            req for req in running if waits_out((req.level, req.rank.priority, precedence[req.asked.tenant]), ranks)
+        ]
+        left = most - (len(running) - len(others)) - begin_len
+        least = 0.0 if begin_len and not before.issuperset(others) else max(1.0, most / 4)
+        self.left_out = others[: len(others) - int(min(max(left, least), len(others)))]
+
+
+def _bounded_step(times: StepTimes) -> float:
+    """Count the tokens of a bounded step: half of it at least is theirs, and not what every step takes."""
+    return max(STEP_S, 2 * times.shortest_s) / times.token_s if times.token_s else math.inf
+
+
+def _one_of_each(*reqs: Iterable[Req]) -> dict[str, Req]:
+    """Return a request of each tenant."""
+    return {req.asked.tenant: req for each in reqs for req in each}

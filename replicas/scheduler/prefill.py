@@ -39,6 +39,7 @@ from replicas.scheduler.budget import (
 )
 from replicas.scheduler.decode import DecodeRows, adapters_of, retract, sample_row
 from replicas.scheduler.plan import ExtendPlan, ExtendRow, PrefixGroup, Slots, TableWrites
+from replicas.scheduler.precedence import waits_out
 from replicas.scheduler.queues import Queues
 from replicas.scheduler.tokens import LONG_MASK_S, Counters
 from replicas.scheduler.victims import Need, victims
@@ -131,7 +132,7 @@ def next_batch(queues: Queues, kv: KvCache, ratio: NewTokenRatio, counters: Coun
     for req in order:
         if queues.prealloc.bars(req):
             refusal: Refusal | None = Refusal.OLDER_GRANT
-        elif shares.waits_out(req, batch.reqs[batch.num_forced :]):
+        elif waits_out(shares.rank(req), map(shares.rank, batch.reqs[batch.num_forced :])):
             refusal = Refusal.SHARE
         else:
             throttle(left, req, step)

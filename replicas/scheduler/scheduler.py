@@ -38,7 +38,16 @@ from replicas.scheduler.plan import DecodePlan, PrefixGroup, StepPlan, StepResul
 from replicas.scheduler.precedence import QueueRules, WaitingQueue, set_rank
 from replicas.scheduler.prefill import ExtendBatch, extend_plan, next_prompts
 from replicas.scheduler.queues import Queues
-from replicas.scheduler.rounds import FEATURES, Deadlines, Feature, LastRound, deadline_passed, give_way, starved
+from replicas.scheduler.rounds import (
+    FEATURES,
+    Deadlines,
+    Feature,
+    LastRound,
+    deadline_passed,
+    give_way,
+    resume,
+    starved,
+)
 from replicas.scheduler.tokens import (
     COUNTERS,
     ENDS,
@@ -161,7 +170,7 @@ class Scheduler:
             queues.under_way.begin([*batch.reqs, *(queues.running if decode is not None else ())])
             of_prompts = prompt_groups(batch.reqs) if self._config.cascade else ()
             return extend_plan(batch, queues.running, decode, writes, groups, of_prompts)
-        if not mixed:
+        if resume(queues) or not mixed:
             gave_way, decode = take_slots(*slots)
         if decode is None:
             if not queues.paused:

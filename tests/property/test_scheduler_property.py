@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from replicas.cache.node import path_to, walk
 from replicas.engine.engine import Engine
+from replicas.engine.stepping import StepClock
 from replicas.request import Req
 from replicas.scheduler.budget import prompt_tokens
 from replicas.scheduler.orders import ORDERS
@@ -89,6 +90,12 @@ class Adversary(Speculation):
         return chosen
 
 
+class TwoTokens(StepClock):
+    """By this clock a bounded step has two tokens."""
+
+    token_s = STEP_S / 2
+
+
 class Run:
     """An engine, its requests and their deltas."""
 
@@ -105,7 +112,8 @@ class Run:
         self.arrived_s: dict[str, float] = {}
         self.told: dict[tuple[str, int], list[TokenDelta]] = defaultdict(list)
         self.left_out = Counter[str]()
-        self.scheduler.queues.waiting.step_times = StepTimes(token_s=STEP_S / 2)  # of which a bounded step has two
+        self.engine.steps.times = TwoTokens(chunk_size=self.engine.config.scheduler.chunked_prefill_size)
+        self.num_left_out = 0  # times that a request was left out of a step beside a tenant below its share
 
     def arrive(
         self, prompt: list[int], most: int, *, n: int = 1, fields: dict[str, Any] | None = None, **end: Any
@@ -126,6 +134,7 @@ class Run:
         self.clock.now_s += 0.01
         self.take(self.engine.step())
         scheduler.check()
+        self.num_left_out += len(scheduler.queues.waiting.shares.throttle.left_out)
         if not self.engine.has_work:
             self.engine.kv.check_idle()
         config = self.engine.config.scheduler
@@ -295,3 +304,16 @@ def test_a_draft_of_seven_makes_as_many_tokens_a_step_as_are_right_and_one(
     assert counters["drafted_tokens.tree"] == counters["accepted_tokens.tree"] == 0
     found = counters["drafted_tokens.text"], counters["accepted_tokens.text"]
     assert (sum(isinstance(plan, DecodePlan) for plan in run.plans), *found) == (num_steps, drafted, accepted)
+
+
+def test_beside_a_tenant_below_its_share_others_are_left_out_of_steps() -> None:
+    run = Run(num_pages=64, page_size=4, chunked_prefill_size=16, new_token_ratio=0.3)
+    for number in range(3):
+        run.arrive([number, 1, 2], 20, fields={"tenant": "two"})
+    for _ in range(6):
+        run.step()
+    for number in range(12):
+        run.arrive([number, *range(16)], 8, fields={"tenant": "two"})
+    run.arrive([99, 1, 2], 6, fields={"tenant": "one"})
+    run.finish()
+    assert run.num_left_out > 0

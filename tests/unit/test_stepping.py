@@ -96,6 +96,16 @@ def test_a_step_far_longer_than_the_recent_ones_counts_as_four_times_their_media
     assert clock.longest_s == 50.0  # such steps exist: nothing that takes 50 s is hung
 
 
+def test_what_a_token_took_of_late_hardly_shows_a_step_far_longer_than_the_others() -> None:
+    """12 s count as 4 times 0.02 s: else steps beside a light tenant were short for 32 more."""
+    clock = StepClock(chunk_size=512)
+    for _ in range(9):
+        clock.record(0.02, 0, is_extend=False, num_decode=10)
+    clock.record(12.0, 0, is_extend=False, num_decode=10)
+    assert clock.token_s == pytest.approx((9 * 0.02 + 0.08) / 100)
+    assert (clock.shortest_s, clock.longest_s) == (0.02, 12.0)
+
+
 def test_an_engine_that_has_become_slower_is_believed_after_some_steps() -> None:
     clock = StepClock(chunk_size=512)
     for _ in range(32):

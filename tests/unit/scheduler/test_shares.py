@@ -1,16 +1,17 @@
 """Shares: several tenants on one engine. The device is a fake whose output depends on every slot it reads."""
 
+import math
 from collections.abc import Sequence
 from random import Random
 
 import pytest
 
 from replicas.request import Req, ReqState
-from replicas.scheduler.plan import ExtendPlan
+from replicas.scheduler.plan import DecodePlan, ExtendPlan
 from replicas.scheduler.precedence import QUANTUM, STEP_S, THROTTLE_S, StepTimes, TenantShares
 from replicas.scheduler.prefill import Refusal
 from replicas.scheduler.victims import Need, victims
-from replicas.types import GenerateRequest
+from replicas.types import Finish, FinishReason, GenerateRequest
 from tests.fakes import continuation
 from tests.harness import Bench, choice_of
 
@@ -390,6 +391,136 @@ def test_beside_a_lighter_tenants_answer_running_requests_of_a_flood_take_turns(
     assert min(turns) > 0
     assert max(turns) - min(turns) <= 1
     bench.run()
+
+
+def test_a_prompt_counts_for_no_more_than_a_step_can_hold() -> None:
+    """Of 100 tokens a chunk of 64 leaves room for every row, however long the rest of the prompt is."""
+    bench = bounded(wide(), 100)
+    out_of_credit(bench, max_new_tokens=200)
+    running = len(bench.scheduler.queues.running)
+    assert 8 <= running <= 36
+    light = bench.submit(prompt(500, 700), tenant="light", cache_salt="light")
+    for _ in range(4):
+        bench.step()
+        assert not bench.scheduler.queues.paused
+    assert light.computed_len > 0
+
+
+def test_who_waits_for_a_place_leaves_none_out_whose_end_it_waits_for() -> None:
+    """Both places belong to the heavy one, by its weight. One of its requests no step leaves out, for its priority."""
+    bench = bounded(Bench(max_running=2, num_pages=256, priorities="on"), 1)
+    for priority, max_new_tokens in ((1, 100), (0, 50)):
+        flood(bench, 1, "heavy", first=priority, max_new_tokens=max_new_tokens, weight=3.0, priority=priority)
+    while len(bench.scheduler.queues.running) < 2:
+        bench.step()
+    shares = bench.scheduler.queues.waiting.shares
+    light = bench.submit(prompt(500), tenant="light", cache_salt="light", max_new_tokens=1)
+    shares.charge(bench.reqs[0], 10_000)
+    assert shares.credit("heavy") < 0.0
+    for num in range(bench.reqs[1].num_output + 1, 20):
+        assert bench.step() is not None
+        assert bench.scheduler.last.refusals == {(light.rid, 0): Refusal.RUNNING_LIMIT}
+        assert bench.reqs[1].num_output == num
+    while light.state is ReqState.WAITING:
+        assert bench.step() is not None
+        assert bench.scheduler.last.made_progress
+    assert not any(req.num_retractions for req in bench.reqs)
+    bench.run()
+
+
+def test_who_finds_no_memory_leaves_none_out_whose_end_it_waits_for() -> None:
+    bench = bounded(Bench(num_pages=16, max_running=8, new_token_ratio=1.0, min_new_token_ratio=1.0), 1)
+    flood(bench, 1, "heavy", max_new_tokens=40, weight=9.0)
+    bench.step()
+    light = bench.submit(prompt(500), tenant="light", cache_salt="light", max_new_tokens=20)
+    bench.scheduler.queues.waiting.shares.charge(bench.reqs[0], 10_000)
+    bench.step()
+    assert bench.scheduler.last.refusals == {(light.rid, light.index): Refusal.MEMORY}
+    for _ in range(4):
+        assert bench.step() is not None
+        assert not bench.scheduler.queues.paused
+    assert light.state is ReqState.WAITING
+
+
+def test_no_step_is_empty_where_the_prompt_that_others_made_room_for_does_not_begin(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bench = bounded(Bench(max_running=64, num_pages=2048), 1)
+    out_of_credit(bench)
+    for req in list(bench.scheduler.queues.waiting):
+        bench.scheduler.finish(req, Finish(reason=FinishReason.ABORT))
+    while bench.scheduler.queues.chunked is not None:
+        bench.step()
+    running = len(bench.scheduler.queues.running)
+    light = bench.submit(prompt(500), tenant="light", cache_salt="light")
+    monkeypatch.setattr(bench.kv, "store_tier", OneWaits(light))
+    plan = bench.step()
+    assert isinstance(plan, DecodePlan)
+    assert len(plan.rows) == running > 1
+    assert not bench.scheduler.queues.paused
+
+
+def light_and_heavy(num_light: int, num_heavy: int) -> tuple[TenantShares, list[Req], list[Req]]:
+    """Requests that run, of a tenant with credit and of one without."""
+    shares = TenantShares(QUANTUM * CHUNK)
+    found = [[choice_of(f"{of} {at}", [1], tenant=of) for at in range(num)]
+             for of, num in (("light", num_light), ("heavy", num_heavy))]  # fmt: skip
+    for req in (*found[0], *found[1]):
+        shares.opens(req)
+        req.state = ReqState.RUNNING
+    shares._credits = {"heavy": -1.0}
+    return shares, found[0], found[1]
+
+
+def left_out(shares: TenantShares, running: list[Req], begin: Sequence[Req] = (), *, most: float = 4) -> list[Req]:
+    shares.throttle.leave_out(running, begin, lambda req: req.num_tokens, 0.0, StepTimes(token_s=STEP_S / most))
+    return shares.throttle.left_out
+
+
+def test_no_tenant_that_runs_more_than_its_share_is_light() -> None:
+    shares, light, heavy = light_and_heavy(3, 4)
+    assert left_out(shares, [*light, *heavy]) == heavy[:3]
+    shares, light, heavy = light_and_heavy(5, 4)
+    assert left_out(shares, [*light, *heavy]) == []
+    assert shares.throttle.most_tokens(0.0, StepTimes(token_s=1.0)) == math.inf
+
+
+def test_the_tenants_of_many_rows_are_looked_at_once_and_not_at_all_where_steps_are_short(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shares, light, heavy = light_and_heavy(20, 200)
+    asked, precedence = list[str](), shares.precedence
+    monkeypatch.setattr(
+        TenantShares, "precedence", lambda self, req: (asked.append(req.asked.tenant), precedence(req))[1]
+    )
+    assert len(left_out(shares, [*light, *heavy], most=100)) == 120
+    assert sorted(asked) == ["heavy", "light"]
+    asked.clear()
+    assert left_out(shares, [*light, *heavy], most=math.inf) == []
+    assert left_out(shares, [*light, *heavy], most=220 + CHUNK) == []
+    assert asked == []
+
+
+def test_of_waiting_heads_only_those_below_their_share_are_looked_up_in_the_cache() -> None:
+    shares, _, heavy = light_and_heavy(0, 8)
+    heads = [choice_of(f"head {of}", [1] * 5, tenant=of) for of in ("heavy", *"abcdef")]
+    for req in heads:
+        shares.opens(req)
+        shares.waits(req)
+    looked = list[Req]()
+    shares.throttle.leave_out(
+        heavy, heads, lambda req: (looked.append(req), 5)[1], 0.0, StepTimes(token_s=STEP_S / 4)
+    )
+    assert looked == heads[1:5]  # which fill a step
+    assert shares.throttle.left_out == heavy
+
+
+def test_a_bounded_step_is_no_shorter_than_twice_what_every_step_takes() -> None:
+    shares, light, heavy = light_and_heavy(1, 20)
+    for shortest_s, most in ((0.0, 5), (STEP_S, 10)):
+        times = StepTimes(token_s=STEP_S / 5, shortest_s=shortest_s)
+        shares.throttle.leave_out([*light, *heavy], [], len, 0.0, times)  # type: ignore[arg-type]
+        assert len(shares.throttle.left_out) == 21 - most
 
 
 def lengths(bench: Bench, *, own: int = 0, line: int = 0) -> list[int]:
