@@ -51,6 +51,7 @@ LEAST_CONNECTIONS = 100  # with fewer, clients wait for a connection without a w
 SOURCES = 4  # one address has this part of all connections: less than shuts the port, more than a benchmark opens
 SLOWEST_LOOK = "1s"  # how often HAProxy asks a router for its health
 CONNECT_S = "1"  # a router's machine that vanished answers nothing; after this another router is tried
+STARTS_S = "60"  # a proxy that is not ready after this is killed; Serve's 5 s are too few for a busy machine
 MANAGER_LOOK_S = "1"  # how often Serve asks HAProxy's manager; after three failures it restarts both
 CONTROL_S = "0.5"  # between two looks of Serve's controller; its 0.1 s took 3 % of a core more, with Ray's store
 FLAGS = {  # of any cluster: deploy/manta.env has them too
@@ -60,6 +61,7 @@ FLAGS = {  # of any cluster: deploy/manta.env has them too
     "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": CONTROL_S,
     "RAY_SERVE_HAPROXY_HEALTH_CHECK_INTER": SLOWEST_LOOK,
     "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": MANAGER_LOOK_S,
+    "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": STARTS_S,
     "RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S": SILENT_CLIENT_S,
     "RAY_SERVE_HAPROXY_TIMEOUT_CONNECT_S": CONNECT_S,
     "RAY_SERVE_HAPROXY_MAXCONN": str(MOST_CONNECTIONS),

@@ -42,7 +42,9 @@ class Typist:
     def __init__(self, machine: Machine) -> None:
         self.machine, self.mark = machine, machine.name + os.urandom(6).hex()
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "MANTA_"))}
-        self._environment = {**kept, "HOME": "/tmp/home", "OMP_NUM_THREADS": "1", MARK: self.mark}
+        # Serve kills a proxy that is not ready after 5 s, and `serve deploy` fails then: not for a machine that is busy
+        ready = {"RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60"}
+        self._environment = {**kept, **ready, "HOME": "/tmp/home", "OMP_NUM_THREADS": "1", MARK: self.mark}
         self.log = machine.tmp / "typed.log"
 
     def start(self, *lines: str) -> subprocess.Popen[bytes]:
