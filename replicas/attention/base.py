@@ -19,6 +19,7 @@ from replicas.scheduler.plan import PrefixGroup
 from replicas.types import StateCopy
 
 Lengths = npt.NDArray[np.int32]
+LEAST = 1.2e-38  # about the smallest normal fp32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -156,6 +157,13 @@ class ChoosingAttention(Protocol):
         """Run `AttentionBackend.forward`, each token over those ``chosen`` [T, C]: positions in its request that it may
         see, -1 for none. Where a request has no more than C tokens, each of them sees all before it."""
         ...
+
+
+def index_bias(positions: Tensor, num_tokens: int) -> Tensor:
+    """Return what is added to an index's scores [..., num_tokens] for tokens at ``positions`` [...]: -inf for tokens to
+    come, and else next to nothing, more for later ones, which decides between scores of zero."""
+    position = torch.arange(num_tokens, device=positions.device)
+    return (position * LEAST).masked_fill(position > positions.unsqueeze(-1), -torch.inf)
 
 
 class KvPool(Protocol):

@@ -114,12 +114,6 @@ def attend(
     Returns: [E, H, D].
     """
     num_new, seq_len = q.shape[0], k.shape[0]
-    if v.shape[-1] != k.shape[-1] and num_new > 1 and num_new * q.shape[1] * seq_len > SCORES:
-        half = num_new // 2  # of latent attention, for which PyTorch makes all scores at once
-        end = seq_len - num_new + half
-        early, late = (None, None) if chosen is None else (chosen[:half, :end], chosen[half:])
-        before = attend(q[:half], k[:end], v[:end], kind, sinks, chosen=early)
-        return torch.cat((before, attend(q[half:], k, v, kind, sinks, chosen=late)))
     first = seq_len - num_new
     if kind.window is not None or kind.chunk is not None:  # what no token sees is left out
         seen = _first_seen(torch.tensor([first]), kind).item()
@@ -133,12 +127,8 @@ def attend(
         mask = (position <= query) & (position >= _first_seen(query, kind))  # [E, n - seen]
     if chosen is not None:
         mask = chosen if mask is None else chosen & mask
-    heads = q.shape[1]
-    if v.shape[-1] != k.shape[-1]:  # latent: heads are more tokens of one head, or PyTorch copies K and V for each
-        mask = None if mask is None else mask.repeat_interleave(heads, dim=0)
-        k, v = k.transpose(0, 1), v.transpose(0, 1)  # [1, n, D]
-        rows = q.reshape(1, num_new * heads, -1)
-        return F.scaled_dot_product_attention(rows, k, v, attn_mask=mask, scale=kind.scale).view(num_new, heads, -1)
+    if v.shape[-1] != k.shape[-1]:
+        return _attend_latent(q, k, v, mask, kind.scale)
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))  # [1, heads, tokens, D]
     if kind.soft_cap is None and sinks is None:
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=kind.scale, enable_gqa=True)
@@ -154,6 +144,19 @@ def attend(
         scores = torch.cat([scores, sinks.float().view(1, -1, 1, 1).expand(1, -1, num_new, 1)], dim=-1)
     weights = scores.softmax(dim=-1)[..., : k.shape[2]].to(v.dtype)
     return (weights @ v)[0].transpose(0, 1)
+
+
+def _attend_latent(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
+    """Compute `attend` over latent vectors k [n, 1, D], a bounded number of tokens at a time: heads are rows of one
+    head, since PyTorch would copy K and V for each, and makes all scores at once."""
+    (num_new, heads, dim), parts = q.shape, []
+    most = max(1, SCORES // (heads * len(k)))
+    for span in (slice(start, start + most) for start in range(0, num_new, most)):
+        seen = None if mask is None else mask[span].repeat_interleave(heads, dim=0)
+        rows, keys, values = q[span].reshape(1, -1, dim), k.transpose(0, 1), v.transpose(0, 1)
+        out = F.scaled_dot_product_attention(rows, keys, values, attn_mask=seen, scale=scale)
+        parts.append(out.view(-1, heads, out.shape[-1]))
+    return torch.cat(parts)
 
 
 def _first_seen(position: Tensor, kind: AttentionKind) -> Tensor:

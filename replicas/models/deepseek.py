@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from replicas.attention.base import AttentionBackend, BatchMeta, ChoosingAttention
+from replicas.attention.base import AttentionBackend, BatchMeta, ChoosingAttention, index_bias
 from replicas.config import ModelConfig
 from replicas.layers.embedding import RotaryEmbedding, Rotation
 from replicas.layers.latent import LatentProjection
@@ -37,7 +37,6 @@ from replicas.models.llama import BlockAttention, Llama
 from replicas.models.moe import MoEBlock
 
 SCORES = 1 << 24  # of an index's heads that are made at once
-LEAST = 1.2e-38  # about the smallest normal fp32
 LATENT_EPS = 1e-6  # of the norms of latent vectors, whatever rms_norm_eps is
 
 
@@ -97,11 +96,9 @@ class LightningIndex(Layer):
         """Choose from keys [n, D] for q [E, heads, D] of the tokens at positions ``first`` to first + E - 1."""
         scores = (q.float() @ keys.T).relu_()  # [E, heads, n]
         total = (weights.unsqueeze(1) @ scores).squeeze(1)
-        position = torch.arange(len(keys), device=q.device)
-        query = position[first : first + len(q), None]
-        total = (total + position * LEAST).masked_fill_(position > query, -torch.inf)
-        best = total.topk(self._index.top_k).indices
-        return best.masked_fill_(best > query, -1)
+        query = torch.arange(first, first + len(q), device=q.device)
+        best = (total + index_bias(query, len(keys))).topk(self._index.top_k).indices
+        return best.masked_fill_(best > query.unsqueeze(1), -1)
 
     def _rotate(self, x: Tensor, rotation: Rotation) -> Tensor:
         """Rotate the first dimensions of x [T, heads, D]."""

@@ -21,11 +21,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from replicas.attention.base import BatchMeta, ChoosingAttention
+from replicas.attention.base import BatchMeta, ChoosingAttention, index_bias
 from replicas.models.states import cache_argument, cut, num_tokens_of
 
 PAIRS = 1 << 20  # of query and key that are scored at once; a module keeps a number of each and of each of its heads
-LEAST = 1.2e-38  # about the smallest normal fp32
 
 
 class AnyMask(dict[str, Tensor]):
@@ -133,14 +132,7 @@ class _Index:
         """Return [B * E, C] for the tokens of a part."""
         shape = part.positions.shape
         batch = cut(named, num_tokens, lambda x: x[0, part.tokens].view(*shape, *x.shape[2:]))
-        keys = _Keys(self._served.attention, self._number, part)
-        batch |= {self._cache: keys, "attention_mask": _mask(part)}
+        keys, longest = _Keys(self._served.attention, self._number, part), max(n for _, n in part.requests)
+        batch |= {self._cache: keys, "attention_mask": index_bias(part.positions, longest)}
         found: Tensor = self._forward(**batch).long()
         return found.masked_fill(found > part.positions.unsqueeze(2), -1).flatten(0, 1)
-
-
-def _mask(part: _Part) -> Tensor:
-    """Return what is added to scores [B, E, n]: -inf for tokens to come, and else next to nothing, more for later ones,
-    which decides between scores of zero."""
-    position = torch.arange(max(seq_len for _, seq_len in part.requests), device=part.positions.device)
-    return (position * LEAST).masked_fill(position > part.positions.unsqueeze(2), -torch.inf)

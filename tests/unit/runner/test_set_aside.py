@@ -90,3 +90,4 @@ def test_only_what_attention_may_choose_is_counted() -> None:
 def test_graphs_are_of_256_rows_at_most_and_none_where_they_are_switched_off() -> None:
     assert set_aside.graph_rows(config()) == 256
     assert set_aside.graph_rows(config(cuda_graphs=False)) == 0
+    assert set_aside.graph_rows(replace(config(), attention="torch_native")) == 0
