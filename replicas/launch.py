@@ -127,6 +127,7 @@ def load_engine(settings: EngineSettings) -> Engine:
             give_back=ranks.give_back,
             adapters=None if config.adapters is None else HeldAdapters(ranks.adapters(config.adapters), settings.clock),
             carrier=None if spec is None else ranks.carrier(),
+            between_layers=runner.between_layers if config.device == "cpu" and config.parallel.tp == 1 else None,
         ),
         tokenizer=tokenizer,
         transfer=connected,

@@ -6,7 +6,7 @@ Invariant: without a transfer service there is no leg, and nothing here does any
 Thread:    engine thread only, except `check` (read-only).
 
     engine.submit ─> submit        engine.step: poll ─> schedule ─> before_step ─> run ─> apply ─> after_step
-    engine.abort  ─> settle
+    engine.abort  ─> settle                         between the layers of a step on a CPU: lend
 """
 
 from collections.abc import Sequence
@@ -28,6 +28,8 @@ from replicas.request import Leg, Req, ReqState
 from replicas.scheduler.tokens import NewToken
 from replicas.types import GenerateRequest, PdLeg, PdTransfer
 
+LEND_S = 0.01  # between two looks for fetches in the middle of a step
+
 
 class PdTransfers:
     """Both sides of all KV transfers of one engine."""
@@ -39,6 +41,9 @@ class PdTransfers:
         self._prefill = PrefillRole(parts)
         self._decode = DecodeRole(parts, self._prefill)
         self._donor = Donor(parts)
+        self._clock = parts.clock
+        self._lent_s = float("-inf")  # when `lend` looked last
+        self._later: list[TransferEvent] = []  # that it left to `poll`
 
     @property
     def num_handing_off(self) -> int:
@@ -83,10 +88,23 @@ class PdTransfers:
     def poll(self) -> list[NewToken]:
         """Take the events of the service. Returns: first tokens that came, and (without a token) ends of legs and
         reports of KV transfers that failed."""
-        made = [self._take(event) for event in self._service.drain_events()]
+        later, self._later = self._later, []
+        made = [self._take(event) for event in [*later, *self._service.drain_events()]]
         made += self._decode.stop_waiting()
         self.settle()
         return [token for token in made if token is not None]
+
+    def lend(self) -> None:
+        """Serve the fetches that are asked for, in the middle of a step: a peer waits less than the step takes. All
+        other events are left to `poll`."""
+        if (now_s := self._clock()) - self._lent_s < LEND_S:
+            return
+        self._lent_s = now_s
+        for event in self._service.drain_events():
+            if isinstance(event, SendReady) and event.prefix is not None:
+                self._take(event)
+            else:
+                self._later.append(event)
 
     def before_step(self) -> None:
         """Open the rooms that were granted pages and send the pages that were cached; after `Scheduler.schedule`."""

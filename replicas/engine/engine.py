@@ -68,6 +68,8 @@ class Executor:
     give_back: Callable[[frozenset[str]], None] = lambda parts: None  # memory of all ranks (occupation.py)
     adapters: HeldAdapters | None = None  # None: none are served
     carrier: Carrier | None = None  # of what is handed over beside pages; None: nothing is
+    # has a call made again and again while a step computes; None where this thread does not compute, or not alone
+    between_layers: Callable[[Callable[[], None]], None] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,6 +176,8 @@ class Engine:
                 carrier=executor.carrier, may_lend=lambda: not self.occupation.released,
             )  # fmt: skip
             self._kv_transfers = PdTransfers(parts)
+            if executor.between_layers is not None and executor.carrier is None and kv.store.tiers is None:
+                executor.between_layers(self._kv_transfers.lend)  # nothing but a lock on pages that stand in the pool
 
     @property
     def has_work(self) -> bool:

@@ -187,6 +187,10 @@ class ModelRunner:
             torch.cuda.current_stream(self.device).synchronize()
         return logits, batch
 
+    def between_layers(self, call: Callable[[], None]) -> None:
+        """Have ``call`` called on this thread while a step computes, before the attention of each layer."""
+        self._attention.between_layers = call
+
     def launch(self, plan: StepPlan) -> PendingStep:
         """Start a step and its sampling; rank 0 only. The next plan may be launched before this one's result is known,
         and follow it (`DecodePlan.follows`). On a CPU the step is over when this returns, unless it follows and has
@@ -453,6 +457,7 @@ class _LateAttention:
 
     def __init__(self) -> None:
         self.backend: AttentionBackend | None = None
+        self.between_layers: Callable[[], None] = lambda: None
         self.begun: BatchMeta | None = None  # a step that graphs.py has begun
 
     @property
@@ -467,6 +472,7 @@ class _LateAttention:
             self.backend.begin_captured(batch)
 
     def forward(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
+        self.between_layers()
         return self.ready.forward(layer, q, k, v, sinks)
 
     def set_index_keys(self, index: int, tokens: Tensor, keys: Tensor) -> None:
@@ -489,6 +495,7 @@ class _LateAttention:
 
     def forward_rotating(self, layer: int, q: Tensor, k: Tensor, v: Tensor, turn: HeadTurn | None) -> Tensor:
         assert isinstance(self.backend, RotatingAttention)
+        self.between_layers()
         return self.backend.forward_rotating(layer, q, k, v, turn)
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from kvtransfer.types import PdTicket
+from replicas.disagg.kv_transfers import PdTransfers
 from replicas.engine.engine import Engine
 from replicas.types import GenerateRequest, PdLeg, PdTransfer, PdTransferReport, SamplingParams, TokenDelta
 from tests.embedded import MODEL
@@ -94,6 +95,36 @@ def test_what_is_fetched_is_what_is_computed(receiver: Engine, donor: Engine, sa
     assert deltas[-1].usage.cached_tokens == 144
     settle((receiver, donor))
     assert alone(receiver, ask("again", sampling=sampling))[-1].usage.cached_tokens == 144
+
+
+def test_a_donor_serves_a_fetch_between_the_layers_of_its_step(
+    receiver: Engine, fabric: LocalFabric, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of the fetch is in the donor's first step, which computes and ends as without it."""
+    told: list[TokenDelta] = []
+    lend = PdTransfers.lend
+
+    def meanwhile(donor: PdTransfers) -> None:
+        for _ in range(WAIT_TURNS if asked else 0):
+            told.extend(receiver.step())
+            lend(donor)
+            if any(delta.kv_transfer is not None for delta in told):
+                asked.clear()
+                return
+
+    monkeypatch.setattr(PdTransfers, "lend", meanwhile)
+    asked, other = list[str](), ask("own", np.arange(2000, 2060, dtype=np.int32))
+    donor = make_engine(MODEL, PAGE, 64, fabric, host_bytes=0)
+    expected, own = ids_of(alone(donor, ask("computed"))), ids_of(alone(receiver, other))
+    donor.submit(other)
+    receiver.submit(fetching(ask("fetched"), donor))
+    asked.append("fetched")
+    deltas = donor.step()
+    assert report_of(told).num_pages == 9
+    more, rest = run([donor, receiver])
+    assert (ids_of([*told, *rest]), ids_of([*deltas, *more])) == (expected, own)
+    settle((donor, receiver))
+    donor.close()
 
 
 def test_only_what_the_receiver_lacks_is_sent(receiver: Engine, donor: Engine) -> None:
