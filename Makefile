@@ -14,6 +14,7 @@ BIN := $(VENV)/bin
 INSTALL := sh tools/install.sh $(BIN)/python
 # what Manta runs with, each file of it by its hash; with `make LOCK=` the newest that pyproject.toml allows, unchecked
 LOCK := constraints.txt
+GOALS := $(MAKECMDGOALS)
 UV := uv==0.13.9
 # not in it: PyTorch, whose builds for a CPU and for CUDA differ under one version, and what only the latter needs
 UNLOCKED := ^(torch|triton|nvidia-|cuda-)
@@ -37,18 +38,20 @@ LACKS := import sys; from importlib.util import find_spec; lacks = [name for nam
 	lacks and sys.exit(f"{sys.executable} lacks what this needs; install it: {sys.executable} -m pip install " + " ".join(lacks))
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-all test-cluster chaos soak install-gpu test-gpu bench-gpu gpu-ten-minutes lint bench bench-peers simulate dashboards docs site pictures \
+.PHONY: help serve test-ready model-and-kernels test test-all test-cluster chaos soak install-gpu test-gpu bench-gpu gpu-ten-minutes lint bench bench-peers simulate dashboards docs site pictures \
 	board-pictures model install \
 	install-test tools-test lock clean
 
 help: ## Show the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
 
-$(VENV)/.installed: pyproject.toml $(LOCK)
-	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+$(BIN)/python:
+	@$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.installed: pyproject.toml $(LOCK) | $(BIN)/python
 	@test -z "$(LOCK)" || $(INSTALL) "Installing what $(LOCK) lists" $(VENV)/install-locked.log --no-deps --require-hashes \
 		--only-binary :all: -r $(LOCK) || { echo "Not all of $(LOCK) can be had for this machine, or a file is not the one that it \
-	lists. To take the newest that pyproject.toml allows, unchecked: make $(MAKECMDGOALS) LOCK=" >&2; exit 1; }
+	lists. To take the newest that pyproject.toml allows, unchecked: make $(GOALS) LOCK=" >&2; exit 1; }
 	@sh tools/torch.sh $(BIN)/python $(VENV)/install-torch.log '$(TORCH)' '$(TORCH_INDEX)'
 	@$(INSTALL) "Installing Manta into $(VENV)" $(VENV)/install.log \
 		$(if $(LOCK),--no-build-isolation) --editable .
@@ -70,7 +73,7 @@ install: $(VENV)/.installed ## Make .venv and install the project
 install-test: $(VENV)/.installed-test
 
 # installs only as root; a program that is missing skips its tests
-tools-test: $(VENV)/.installed-test
+tools-test: | $(BIN)/python
 	@which $(PROGRAMS) >/dev/null || { test "$$(id -u)" = 0 && which apt-get >/dev/null && \
 		echo "Installing Debian's packages $(DEBIAN)" && apt-get -qq update && \
 		DEBIAN_FRONTEND=noninteractive apt-get -qq install -y --no-install-recommends $(DEBIAN) >/dev/null; } || \
@@ -97,13 +100,19 @@ serve: $(VENV)/.installed ## Serve $(CONFIG) in the foreground; Ctrl-C stops all
 	@$(MAKE) --no-print-directory -j 2 model $(VENV)/.kernels
 	@$(BIN)/python -m deployments serve $(CONFIG)
 
-test: install-test tools-test model ## Run the tests that every change is checked with; those with Ray run beside the others
+# side by side: each by itself leaves one of two cores idle, or waits for the network
+test-ready:
+	@$(MAKE) --no-print-directory -j 3 tools-test model-and-kernels GOALS='$(MAKECMDGOALS)'
+model-and-kernels: install-test
+	@$(MAKE) --no-print-directory --silent model $(VENV)/.kernels
+
+test: test-ready ## Run the tests that every change is checked with; those with Ray run beside the others
 	@$(BIN)/python -m tests quick
 
-test-all: install-test tools-test model ## And then those that are marked slow, and arithmetic under AVX2 too: what CI runs
+test-all: test-ready ## And then those that are marked slow, and arithmetic under AVX2 too: what CI runs
 	@$(BIN)/python -m tests quick slow
 
-test-cluster: install-test tools-test model ## Run the tests of a Ray cluster whose nodes vanish: four machines of namespaces, as root
+test-cluster: test-ready ## Run the tests of a Ray cluster whose nodes vanish: four machines of namespaces, as root
 	@MANTA_REQUIRE_TOOLS=1 MANTA_REQUIRE_MACHINES=1 $(BIN)/python -m pytest -s tests/cluster
 
 chaos: install-test tools-test model ## Kill, stop, cut off and fill what serves, under streams (TIMES=3, ARGS="machine --only router")
