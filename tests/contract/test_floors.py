@@ -342,29 +342,24 @@ def test_host_code_loads_neither_torch_nor_ray() -> None:
     assert run.returncode == 0, run.stderr
 
 
-@pytest.mark.parametrize(
-    ("what", "needless"),
-    [
-        # it shows what routers tell; the process that builds it starts beside those of the replicas
-        ("import deployments.watch.observatory.app", {"torch", "numba", "transformers", "tokenizers"}),
-        # the replicas wait for these two: a plain checkpoint is judged from config.json and the names of its files
-        pytest.param(
-            "from deployments.command import serve\nserve.read('serve_config.yaml')", {"torch", "numba"},
-            marks=pytest.mark.model,
-        ),
-        pytest.param(
-            "from deployments import app\n"
-            "app.build({'model': {'path': 'models/SmolLM2-135M-Instruct'}, 'replicas': {'count': 1}})",
-            {"torch", "numba"},
-            marks=pytest.mark.model,
-        ),
-    ],
-)  # fmt: skip
-def test_what_starts_before_the_replicas_loads_nothing_that_computes(what: str, needless: set[str]) -> None:
-    program = (
-        f"import sys\n{what}\n"
+EARLY = {  # what starts before the replicas, and libraries that it has no use for
+    # it shows what routers tell; the process that builds it starts beside those of the replicas
+    "import deployments.watch.observatory.app": {"torch", "numba", "transformers", "tokenizers"},
+    # the replicas wait for these two: a plain checkpoint is judged from config.json and the names of its files
+    "from deployments.command import serve; serve.read('serve_config.yaml')": {"torch", "numba"},
+    "from deployments import app\n"
+    "app.build({'model': {'path': 'models/SmolLM2-135M-Instruct'}, 'replicas': {'count': 1}})": {"torch", "numba"},
+}  # fmt: skip
+
+
+@pytest.mark.model
+def test_what_starts_before_the_replicas_loads_nothing_that_computes() -> None:
+    """One after the other in one process, each with what the ones before it have loaded."""
+    program = "import sys\n" + "".join(
+        f"{what}\n"
         f"loaded = {needless!r} & sys.modules.keys()\n"
-        "if loaded: sys.exit(f'it loads {sorted(loaded)}')\n"
+        f"if loaded: sys.exit(f'it loads {{sorted(loaded)}}: ' + {what!r})\n"
+        for what, needless in EARLY.items()
     )
     run = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert run.returncode == 0, run.stderr
