@@ -91,11 +91,11 @@ async def ways(calls: Calls) -> dict[str, list[str]]:
     from replicas.launch import EngineSettings, load_engine
     from replicas.types import GenerateRequest, SamplingParams
     from routing.types import Role
-    from tests.embedded import MODEL
+    from tests.embedded import MODEL, short_model
     from tests.unit.deployments.in_process import House
 
     transfer = TransferSettings(host="127.0.0.1", token=b"a token of this test")
-    own = EngineSettings(model=MODEL, num_threads=1)
+    own = EngineSettings(model=short_model(), num_threads=1)
     tools: dict[str, object] = {
         "tools": [{"type": "function", "function": {"name": "move", "parameters": SCHEMA}}],
         "response_format": {"type": "json_schema", "json_schema": {"name": "room", "schema": SCHEMA}},

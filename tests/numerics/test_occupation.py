@@ -1,4 +1,4 @@
-"""Sleep mode on the real model: memory goes back to the system, the cache stays on the host, answers are the same."""
+"""Sleep mode of a real engine: memory goes back to the system, the cache stays on the host, answers are the same."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +11,7 @@ from replicas.engine.engine import Engine
 from replicas.errors import InvalidRequest, Overloaded
 from replicas.launch import EngineSettings, load_engine
 from replicas.types import GenerateRequest, SamplingParams
-from tests.embedded import MODEL
+from tests.embedded import short_model
 
 pytestmark = pytest.mark.model
 PROMPT = np.arange(1000, 1400, dtype=np.int32)
@@ -20,7 +20,7 @@ PROMPT = np.arange(1000, 1400, dtype=np.int32)
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Engine]:
     cache = CacheConfig(max_total_tokens=4096, host_memory_bytes=64 << 20)
-    made = load_engine(EngineSettings(model=MODEL, cache=cache, num_threads=1))
+    made = load_engine(EngineSettings(model=short_model(), cache=cache, num_threads=1))
     yield made
     made.close()
 
