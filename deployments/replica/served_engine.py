@@ -49,7 +49,7 @@ from replicas.cache.tree_view import CacheTree
 from replicas.config import CacheConfig
 from replicas.engine.engine import Engine
 from replicas.engine.loop import EngineLoop
-from replicas.errors import EngineDead, InvalidRequest, MantaError
+from replicas.errors import EngineDead, InvalidRequest, MantaError, Overloaded
 from replicas.memory.sizing import page_bytes, part_bytes
 from replicas.replay.replay import extract
 from replicas.types import EngineStats, GenerateRequest, PdLeg, TokenDelta, each_told
@@ -312,7 +312,7 @@ class ServedEngine:
                 index = choice if alone is None else 0
                 try:
                     taken = await self.loop.run_settled(lambda engine: extract(engine, rid, index))  # noqa: B023
-                except InvalidRequest as error:
+                except (InvalidRequest, Overloaded) as error:
                     return str(error)
                 return await asyncio.to_thread(taken.to_bytes)
         return None

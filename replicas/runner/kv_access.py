@@ -2,9 +2,9 @@
 
 Owns:      the orders for it that rank 0 gives the others, beside the plans of steps.
 Never:     chooses slots, or runs within a step.
-Invariant: every rank runs the same order; `ReadKv`, `CopyPages` and `CarryWindows` are collectives: a copy is
-           complete on all ranks when it returns, unless `HostKVCache` makes it in the background, which only a rank
-           alone does.
+Invariant: every rank runs the same order; orders are collectives, but for `GiveBack`: a copy is complete on all ranks
+           when it returns, unless `HostKVCache` makes it in the background, which only a rank alone does. Where a rank
+           cannot run its part, it says so to the others, and none waits for it.
 Thread:    the runner's: engine thread on rank 0, the worker's main thread on the others.
 """
 
@@ -258,15 +258,27 @@ def run_order(order: ReadKv | WriteKv, pool: MHATokenToKVPool, tp: TpGroup, num_
     """Run this rank's part. Returns: the bytes read, complete on every rank. ``num_kv_heads`` counts all ranks' heads.
 
     With more ranks than KV heads, each head lies on tp / num_kv_heads ranks in a row (layers/linear.py).
+    Raises: Overloaded on every rank where one could not, as without memory for it.
     """
-    if isinstance(order, ReadKv):
-        heads = tp.all_gather(pool.read_slots(order.slots).contiguous().view(torch.uint8), dim=3)
-        whole: Payload = heads[:, :, :, :: heads.shape[3] // num_kv_heads].cpu().numpy()
-        return np.ascontiguousarray(whole)
-    first = tp.rank * num_kv_heads // tp.size
-    own = np.ascontiguousarray(order.payload[:, :, :, first : first + pool.num_kv_heads])
-    pool.write_slots(order.slots, torch.from_numpy(own).view(pool.buffer.dtype))
-    return None
+    own = torch.empty(0)
+    is_made = False
+    try:
+        if isinstance(order, ReadKv):
+            own = pool.read_slots(order.slots).contiguous().view(torch.uint8)
+        else:
+            first = tp.rank * num_kv_heads // tp.size
+            payload = np.ascontiguousarray(order.payload[:, :, :, first : first + pool.num_kv_heads])
+            pool.write_slots(order.slots, torch.from_numpy(payload).view(pool.buffer.dtype))
+        is_made = True
+    except (RuntimeError, MemoryError) as error:  # the other ranks wait for this one
+        log.warning("K/V in %d slots is not read or written: %s", len(order.slots), error)
+    if not tp.min_int(is_made):
+        raise Overloaded(f"K/V in {len(order.slots)} slots was not read or written: the logs of the ranks say why")
+    if isinstance(order, WriteKv):
+        return None
+    heads = tp.all_gather(own, dim=3)
+    whole: Payload = heads[:, :, :, :: heads.shape[3] // num_kv_heads].cpu().numpy()
+    return np.ascontiguousarray(whole)
 
 
 class RankedKvBytes:

@@ -281,6 +281,22 @@ async def test_a_replica_that_drains_gets_nothing_new_ends_what_runs_and_has_ser
     await other.stop()
 
 
+async def test_a_snapshot_that_memory_was_short_for_is_told_as_such_not_as_a_request_that_is_gone(
+    served: ServedEngine, steps: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def short(*given: object) -> None:
+        raise Overloaded("no memory")
+
+    monkeypatch.setattr(served_engine, "extract", short)
+    steps.clear()
+    served.loop.submit(ask(), lambda deltas: None)
+    taken = asyncio.create_task(served.snapshot("me", 0))
+    await asyncio.sleep(0)
+    steps.set()
+    assert await taken == "no memory"
+    await until_async(lambda: not served.loop.open_rids())
+
+
 def test_what_a_rank_decided_is_told_as_filled_in() -> None:
     """SPEC L04, A08: on a GPU memory and rows are open until the rank has looked."""
     engine, _ = fake_engine(num_pages=64, page_size=4, max_running=8)

@@ -1,4 +1,5 @@
-"""Windows in pages that carry them: what is copied, in how much memory, and what ranks do of which one cannot."""
+"""Windows in pages that carry them: what is copied, in how much memory, and what ranks do of which one cannot, also
+where K and V are read and written for snapshots."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,7 +13,7 @@ from replicas.errors import Overloaded
 from replicas.layers.tp_group import TpGroup
 from replicas.memory.pool import MHATokenToKVPool
 from replicas.runner import kv_access
-from replicas.runner.kv_access import CarriedWindows
+from replicas.runner.kv_access import CarriedWindows, ReadKv, WriteKv, run_order
 
 LAYER_BYTES = 2 * 2 * 4 * 8 * 4  # K and V of two heads in a page of 4
 
@@ -96,3 +97,26 @@ def test_a_rank_that_cannot_copy_windows_leaves_none_waiting(fails_here: bool, m
             work(0, 4, ids([3]), ids([1, 2, 4]))
     assert [follower.run(order) for order in sent] == [False, False]
     assert tp.told == [not fails_here] * 4
+
+
+@pytest.mark.parametrize("fails_here", [False, True])
+def test_a_rank_that_cannot_read_or_write_slots_leaves_none_waiting(
+    fails_here: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is read is joined only where all have read theirs."""
+
+    def short(*given: object) -> None:
+        raise RuntimeError("no memory")
+
+    pool, slots = pools()[0], ids([4, 9])
+    payload = run_order(ReadKv(slots), pool, Other(1), 2)
+    assert payload is not None
+    if fails_here:
+        for name in ("read_slots", "write_slots"):
+            monkeypatch.setattr(MHATokenToKVPool, name, short)
+    tp = Other(fails_here)
+    monkeypatch.setattr(tp, "all_gather", short)
+    for order in (ReadKv(slots), WriteKv(slots, payload)):
+        with pytest.raises(Overloaded, match="K/V in 2 slots was not read or written"):
+            run_order(order, pool, tp, 2)
+    assert tp.told == [not fails_here] * 2
