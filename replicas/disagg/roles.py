@@ -219,9 +219,18 @@ class PrefillRole:
 
     def begin(self, req: Req, leg: Leg) -> None:
         """Let ``req``, which was accepted, wait until its receiver has opened the room."""
-        req.leg, ticket = leg, leg.ticket
+        req.leg = leg
         self.rooms.open(req)
         self._scheduler.queues.away.add(req)
+        self._expect(req)
+
+    def decline(self, req: Req) -> None:
+        """Fail the room of ``req``, which has ended before its leg could begin, so that the receiver stops waiting."""
+        self._expect(req)
+        self._service.abort_send(leg_of(req).kv_transfer.ticket.room, _why(req))
+
+    def _expect(self, req: Req) -> None:
+        ticket = leg_of(req).kv_transfer.ticket
         self._service.expect_send(
             SendOrder(
                 room=ticket.room,
@@ -514,6 +523,8 @@ class DecodeRole:
         """Abort the room of ``req``, which has ended, so that the peer stops sending."""
         leg = leg_of(req)
         self._release_siblings(req)
+        if leg.kv_transfer.leg is PdLeg.PREFILL:  # that fetches first: its receiver waits for it too
+            self._prefill.decline(req)
         if self.rooms.find(leg.ticket.room) is not req or leg.closing:
             return
         if leg.granted_s is None:

@@ -248,7 +248,7 @@ def test_a_prefill_leg_waits_for_what_another_one_fetches(comes: bool) -> None:
     assert pair.decode.deltas["follows", 0][-1].usage.cached_tokens == (32 if comes else 36)
 
 
-@pytest.mark.parametrize("how", ["failure", "a ticket that does not fit", "abort", "is here"])
+@pytest.mark.parametrize("how", ["failure", "a ticket that does not fit", "abort", "abort of the leg", "is here"])
 def test_a_prefill_leg_whose_fetch_ends_otherwise_is_handed_over_all_the_same(how: str) -> None:
     pair = Pair()
     prompt = second_turn(pair)
@@ -256,13 +256,14 @@ def test_a_prefill_leg_whose_fetch_ends_otherwise_is_handed_over_all_the_same(ho
         pair.prefill.submit(ask("computed", prompt, max_new_tokens=1))
         pair.run()
     ask_both(pair, "second", prompt, end_len=31 if "ticket" in how else 32)
-    if how in ("failure", "abort"):
+    if how == "failure" or "abort" in how:
         pair.until(pair.prefill, "second", ReqState.RECEIVING, pump=0)
         pair.wire.draining = False
-        if how == "abort":
+        if "abort" in how:
             pair.prefill.abort("second")
+        if how == "abort":
             pair.decode.abort("second")
-        else:
+        elif how == "failure":
             pair.wire.fail(99)
         for _ in range(3):
             pair.turn(pump=0)
@@ -272,7 +273,10 @@ def test_a_prefill_leg_whose_fetch_ends_otherwise_is_handed_over_all_the_same(ho
     if how == "abort":
         assert pair.decode.end("second") is FinishReason.ABORT
         return
+    assert pair.decode.ids("second") == continuation(prompt, 8)
+    if how == "abort of the leg":  # its receiver, which waits for it, computes the prompt
+        assert pair.decode.report("second").reason == "aborted by the client"
+        return
     assert pair.prefill.report("second").transferred == (how == "is here")
     assert pair.prefill.deltas["second", 0][0].finish is None  # told before the leg ends: the answer may end first
     assert pair.decode.report("second").transferred
-    assert pair.decode.ids("second") == continuation(prompt, 8)
