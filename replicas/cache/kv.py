@@ -197,7 +197,7 @@ class KvCache:
             if is_right and not is_last:
                 return num_loaded * ps, (room - num_loaded) * ps
             match = tiers.match_prefix(ids[: end * ps], req.salt, count_hit=False)
-            if is_right and self.store.load_snapshot(int(hosts[end - 1]), int(match.pages[-1])):
+            if is_right and self.store.load_snapshot(match.node):
                 parts.released(req, self.table.view(holding.row, 0, holding.kv_len))
                 self.table.write(holding.row, 0, self._allocator.pages_to_slots(match.pages))
                 lock = tiers.inc_lock_ref(match.node)

@@ -14,6 +14,7 @@ from dataclasses import replace
 from replicas.cache.base import ChunkCache, MatchResult, PrefixCache
 from replicas.cache.events import CacheEvent, CacheSnapshot, EventLog
 from replicas.cache.host_pages import HostTier
+from replicas.cache.node import TreeNode
 from replicas.cache.parts import PartAllocator, SnapshotAllocator, WindowAllocator
 from replicas.cache.quarantine import Detained, Quarantine
 from replicas.cache.radix import IDLE_S, RadixCache
@@ -169,20 +170,20 @@ class PageStore:
             self.allocator.free(pages[num_loaded:])
         return pages[:num_loaded]
 
-    def load_snapshot(self, host_page: int, page: int) -> bool:
-        """Load the snapshot of ``host_page``, whose path is locked, and let ``page`` of the device have it. There is
-        room. Returns: whether it was right."""
+    def load_snapshot(self, node: TreeNode) -> bool:
+        """Load the snapshot of the last page of ``node``, whose path is locked, from the host. There is room. Returns:
+        whether it was right."""
         assert isinstance(self.tiers, HiRadixCacheOfStates)
         assert isinstance(self.parts, SnapshotAllocator)
         pages = self.allocator.alloc(self.parts.snapshot_pages, rid="a snapshot")
         snapshot = None
         try:
-            snapshot = self.tiers.load_snapshot(host_page, pages)
+            snapshot = self.tiers.load_snapshot(node, pages)
         finally:
             if snapshot is None:
                 self.allocator.free(pages)
         if snapshot is not None:
-            self.parts.put(page, snapshot)
+            self.parts.put(int(node.pages[-1]), snapshot)
         return snapshot is not None
 
     def lend(self, token_ids: TokenIds, salt: str, rid: str) -> tuple[Pages, Detained]:

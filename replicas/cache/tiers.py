@@ -442,17 +442,18 @@ class HiRadixCacheOfStates(HiRadixCache):
         self._copy(wait=False)
         return freed
 
-    def load_snapshot(self, host_page: int, pages: Pages) -> Snapshot | None:
-        """Load the snapshot of ``host_page``, whose path is locked, into device ``pages``. Returns: it as it lies
-        there; None: it was wrong, and has gone."""
-        held, started_s = self.host.snapshot_of(host_page), self._clock()
+    def load_snapshot(self, node: TreeNode, pages: Pages) -> Snapshot | None:
+        """Load the snapshot of the last page of ``node``, whose path is locked, from the host into device ``pages``.
+        Returns: it as it lies there; None: it was wrong, and has gone."""
+        held, started_s = self.host.snapshot_of(int(node.host[-1])), self._clock()
         ok = self.copier.load(held.pages, pages)
         load_s = self._clock() - started_s
         self.counters.loaded(len(ok), load_s, num_wrong=int((~ok).sum()))
         self.counters.saved_s -= load_s
         if ok.all():
             return replace(held, pages=pages)
-        self.host.drop_snapshots(np.array([host_page], dtype=np.int32))
+        self.host.drop_snapshots(node.host[-1:])
+        self.retention.refile(node)  # it is spare now
         return None
 
     def _is_spare(self, node: TreeNode) -> bool:
