@@ -143,7 +143,7 @@ class KvLayout:
             if self.model == theirs.model and self.window_layers != theirs.window_layers:
                 wanted = (
                     "Layers with a window keep all tokens on one of them: give both or neither GPUs or "
-                    "cache.host_memory_bytes, and both the same transfer.fetch"
+                    "cache.host_memory_bytes"
                 )
             raise IncompatibleLayout(f"KV pages cannot be exchanged: {differing}. {wanted}")
         if self.architecture != MLA and max(self.tp, theirs.tp) % min(self.tp, theirs.tp):

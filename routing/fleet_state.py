@@ -308,7 +308,12 @@ class FleetState:
             base_tokens=held.device + held.host,
             store_tokens=held.store,
             store_s=held.store_s,
-            token_bytes=np.array([view.fetches * view.page_bytes / self._page_size for view in views]),
+            sent_bytes=np.array(
+                [
+                    (view.fetches * (view.token_bytes or view.page_bytes / self._page_size), view.window_bytes)
+                    for view in views
+                ]
+            ).T,
             reused=self.reused,
         )
 

@@ -74,6 +74,8 @@ def view_of(
         released=report.released,
         role=info.role,
         page_bytes=info.page_bytes,
+        token_bytes=info.part_bytes.get("token", 0),
+        window_bytes=info.part_bytes.get("window", 0),
         fetches=info.fetches,
         part=info.part,
         border_pages=info.border_pages,

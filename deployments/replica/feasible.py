@@ -82,7 +82,7 @@ def impossible(config: AppConfig, *, available_bytes: int = ANY_MEMORY) -> list[
         try:
             engine = engine_of(config, role, available_bytes=available_bytes)
             most_pool_tokens(engine)
-            if (engine.hands_off or config.transfer.fetch != "off") and (problems := [*transfer_problems(engine)]):
+            if engine.hands_off and (problems := [*transfer_problems(engine)]):
                 raise InvalidConfig(*problems)
         except InvalidConfig as error:
             found.update(dict.fromkeys(_named(problem, config, role) for problem in error.problems))
@@ -102,7 +102,8 @@ def engine_of(config: AppConfig, role: Role, *, available_bytes: int = ANY_MEMOR
         attention=own.attention,
         num_threads=own.replicas.num_threads,
     )
-    return replace(resolved, hands_off=role is not Role.UNIFIED, whole_pages=keeps_whole_pages(config))
+    hands_off = role is not Role.UNIFIED or config.transfer.fetch == "auto"
+    return replace(resolved, hands_off=hands_off, whole_pages=keeps_whole_pages(config))
 
 
 def small_pools(config: AppConfig, *, available_bytes: int) -> list[str]:
@@ -111,7 +112,8 @@ def small_pools(config: AppConfig, *, available_bytes: int) -> list[str]:
     for role in roles_of(config):
         engine = engine_of(config, role, available_bytes=available_bytes)
         tokens, page_size, context_len = most_pool_tokens(engine), engine.cache.page_size, engine.model.context_len
-        longest = len_with_carried(context_len, page_size, engine.carried)
+        # what is too long to be fetched is computed
+        longest = context_len if role is Role.UNIFIED else len_with_carried(context_len, page_size, engine.carried)
         if tokens is not None and tokens < longest:
             cap = engine.cache.max_total_tokens
             beside = ", with what a KV transfer carries," if longest > context_len else ""

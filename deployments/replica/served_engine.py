@@ -487,8 +487,8 @@ class ServedEngine:
 
 
 def may_fetch(engine: Engine) -> bool:
-    """Tell whether cached pages go to and come from other replicas: not where they have parts beside K and V."""
-    return engine.transfer is not None and engine.kv.store.parts is None and engine.executor.carrier is None
+    """Tell whether cached pages go to and come from other replicas: not where they need recurrent states beside."""
+    return engine.transfer is not None and not engine.config.model.states
 
 
 def filled_in(engine: Engine) -> dict[str, dict[str, Any]]:

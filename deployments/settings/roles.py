@@ -48,11 +48,10 @@ def config_of(config: AppConfig, role: Role) -> AppConfig:
 
 
 def keeps_whole_pages(config: AppConfig) -> bool:
-    """Tell whether replicas of any role keep all tokens in layers that see a window too: on a GPU, with a host tier, or
-    for fetches. Then all do, since KV transfers want equal pages on both sides."""
+    """Tell whether replicas of any role keep all tokens in layers that see a window too: on a GPU, or with a host tier.
+    Then all do, since KV transfers want equal pages on both sides."""
     of_roles = [config_of(config, role) for role in roles_of(config)]
-    whole = any(own.replicas.gpus or own.cache.host_memory_bytes for own in of_roles)
-    return whole or config.transfer.fetch == "auto"
+    return any(own.replicas.gpus or own.cache.host_memory_bytes for own in of_roles)
 
 
 def check_ranks(config: AppConfig, *, num_kv_heads: int | None = None, latent: bool = False) -> None:

@@ -144,10 +144,11 @@ class KVReceiver:
                 f"tokens [{meta.token_range[0]}, {meta.prompt_len}) came, [{first}, {self.order.num_tokens}) are wanted"
             )
         if self.order.prefix is not None:
-            num_pages, odd = divmod(meta.token_range[1] - first, self._layout.page_size)
-            if odd or not 0 <= num_pages <= self.num_pages:
+            end, size = meta.token_range[1], self._layout.page_size
+            num_pages, odd = divmod(end - first, size)
+            if odd or num_pages < 0 or end > self.order.num_tokens:
                 return f"tokens {meta.token_range} came, whole pages of [{first}, {self.order.num_tokens}) are wanted"
-            self.num_pages = num_pages
+            self.num_pages = num_pages + self._layout.carried.num_pages(end, size)
         self._meta = meta
         return ""
 

@@ -190,7 +190,7 @@ class SendingRooms:
         pages = message.pages
         size = self._layout.page_size
         whole = -(-message.num_tokens // size) + self._layout.carried.num_pages(message.num_tokens, size)
-        if message.prefix is not None and (wrong := self._wrong_fetch(message)):
+        if message.prefix is not None and (wrong := self._wrong_fetch(message, whole)):
             return wrong
         if message.first_page < 0 or message.first_page + len(pages) > whole:
             return f"pages [{message.first_page}, {message.first_page + len(pages)}) of a sequence of {whole} pages"
@@ -198,13 +198,13 @@ class SendingRooms:
             return f"the pages are not distinct pages of a pool of {receiver.num_pages}"
         return ""
 
-    def _wrong_fetch(self, message: Open) -> str:
+    def _wrong_fetch(self, message: Open, whole: int) -> str:
         assert message.prefix is not None
-        end, size = message.first_page + len(message.pages), self._layout.page_size
+        end, tokens = message.first_page + len(message.pages), len(message.prefix.token_ids)
         if message.room in self._by_room:
             return "the room is in use here"
-        if message.num_tokens != end * size or len(message.prefix.token_ids) != 4 * message.num_tokens:
-            return f"{len(message.prefix.token_ids)} bytes of tokens for {message.num_tokens} tokens up to page {end}"
+        if message.num_tokens % self._layout.page_size or end != whole or tokens != 4 * message.num_tokens:
+            return f"{tokens} bytes of tokens for {message.num_tokens} tokens up to page {end} of {whole}"
         return ""
 
     # reports of the peer table

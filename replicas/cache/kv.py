@@ -32,7 +32,7 @@ from replicas.cache.audit import audit
 from replicas.cache.base import Lock
 from replicas.cache.host_pages import HostTier
 from replicas.cache.node import path_to
-from replicas.cache.pages import PageStore
+from replicas.cache.pages import NOTHING_CARRIED, PageStore
 from replicas.cache.parts import SnapshotAllocator
 from replicas.cache.quarantine import Detained
 from replicas.cache.store_tier import StoreTier
@@ -43,8 +43,6 @@ from replicas.memory.allocator import Pages, ReqToTokenPool, Slots, len_with_car
 from replicas.memory.sizing import SLACK, PoolSize
 from replicas.request import Behind, Holding, Req
 from replicas.types import PdLeg, TokenIds
-
-NOTHING_CARRIED = Carried()
 
 
 class KvCache:
@@ -457,6 +455,8 @@ class KvCache:
 def longest_reuse(req: Req, *, whole: bool = False) -> int:
     """Count the tokens of ``req`` that `KvCache.admit` may find in the cache."""
     longest = req.num_tokens - (0 if whole else 1)
+    if whole and req.leg is not None and req.leg.role is PdLeg.FETCH:
+        longest = min(longest, req.leg.ticket.end_len)  # pages behind it in its row carry its windows
     if req.prompt_logprobs_from is not None:
         longest = min(longest, max(req.prompt_logprobs_from - 1, 0))
     pooling = req.sampling.pooling
@@ -467,29 +467,40 @@ def longest_reuse(req: Req, *, whole: bool = False) -> int:
 
 def handed_len(req: Req, kv: KvCache) -> int:
     """Count the slots that ``req`` has while it is handed over: of its tokens, and of whole pages for its states and
-    windows. If it fetches: of what it fetches, and the tokens before."""
-    if req.leg is not None and req.leg.role is PdLeg.FETCH:
-        return req.leg.ticket.end_len
-    return len_with_carried(req.num_tokens, kv.page_size, kv.carried)
+    windows. If it fetches: of what it fetches, and the tokens before, instead of all tokens."""
+    is_fetch = req.leg is not None and req.leg.role is PdLeg.FETCH
+    num_tokens = req.leg.ticket.end_len if req.leg is not None and is_fetch else req.num_tokens
+    return len_with_carried(num_tokens, kv.page_size, kv.carried)
 
 
-def carried_parts(req: Req, kv: KvCache) -> Pages:
-    """Return the parts in the window pool of the last pages of ``req``'s tokens, that are carried."""
-    end = _num_pages(req.num_tokens, kv.page_size)
-    pages = kv.pages(req, max(0, end - kv.carried.window_pages), end)
-    return pages if kv.store.parts is None else kv.store.parts.parts_of(pages)
+def goes_on_at(token_ids: TokenIds, salt: str, kv: KvCache) -> int:
+    """Count the leading tokens of ``token_ids`` that are on the device or the host, and behind which a request can go
+    on."""
+    if kv.store.parts is None:
+        return kv.cache.peek_len(token_ids, salt)
+    match = kv.cache.match_prefix(token_ids, salt, count_hit=False)
+    return kv.store.parts.reach(match.pages) * kv.page_size
 
 
-def came(req: Req, kv: KvCache) -> Pages:
-    """Take note that another replica has run the tokens of ``req``, and that the pages behind these carry what it needs
-    beside K and V. Returns: the parts in the window pool that are carried; 0 for what is here already."""
+def carried_parts(pages: Pages, kv: KvCache) -> Pages:
+    """Return the parts in the window pool of the last ones of a sequence's ``pages``, that are carried; 0 for a
+    hole."""
+    last = pages[max(0, len(pages) - kv.carried.window_pages) :]
+    return last if kv.store.parts is None else kv.store.parts.parts_of(last)
+
+
+def came(req: Req, kv: KvCache, num_tokens: int) -> Pages:
+    """Take note that another replica has run the first ``num_tokens`` of ``req``, all or what it fetches, and that the
+    pages behind these carry what it needs beside K and V. Returns: the parts in the window pool that are carried; 0 for
+    what is here already, or is not needed."""
     holding, parts = _holding(req), kv.store.parts
     row = kv.table.view(holding.row, 0, holding.kv_len)
     if parts is None:
         return row[:0]
-    taken = parts.came(req, row)
+    is_fetch = req.leg is not None and req.leg.role is PdLeg.FETCH
+    taken = parts.came(req, row, num_tokens, at_border=is_fetch)
     if len(taken):
-        kv.table.write_again(holding.row, holding.behind.seen_from * kv.page_size, req.num_tokens)
+        kv.table.write_again(holding.row, holding.behind.seen_from * kv.page_size, num_tokens)
     return taken
 
 

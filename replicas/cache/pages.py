@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
+from kvtransfer.layout import Carried
 from replicas.cache.base import ChunkCache, MatchResult, PrefixCache
 from replicas.cache.events import CacheEvent, CacheSnapshot, EventLog
 from replicas.cache.host_pages import HostTier
@@ -27,6 +28,7 @@ from replicas.types import GroupStats, PoolStats, Tally, TallyCounts, TokenIds
 
 log = logging.getLogger(__name__)
 
+NOTHING_CARRIED = Carried()
 BATCH = 64  # pages with parts are evicted by one in so many of all: what they are worth is asked of all leaves
 
 
@@ -186,11 +188,14 @@ class PageStore:
             self.parts.put(int(node.pages[-1]), snapshot)
         return snapshot is not None
 
-    def lend(self, token_ids: TokenIds, salt: str, rid: str) -> tuple[Pages, Detained]:
-        """Lock the longest prefix of ``token_ids`` [n] that is cached, so that a peer may read it. What is on the host
-        is loaded first, as far as there is room.
+    def lend(
+        self, token_ids: TokenIds, salt: str, rid: str, carried: Carried = NOTHING_CARRIED
+    ) -> tuple[Pages, Detained]:
+        """Lock the longest prefix of ``token_ids`` [n] that is cached and behind which a request can go on, so that a
+        peer may read it. What is on the host is loaded first, as far as there is room.
 
-        Returns: its pages, and the receipt for `release_quarantined`.
+        Returns: its pages, and the receipt for `release_quarantined`, whose own pages are for what is ``carried``.
+        Raises:  PagesExhausted without room for these.
         """
         match = self.cache.match_prefix(token_ids, salt)
         if self.tiers is not None and match.host_node is not None and match.host_len:
@@ -199,7 +204,16 @@ class PageStore:
                 self.load(match, match.host_len // self.tiers.page_size, rid)
             self.tiers.dec_lock_ref(path)
             match = self.cache.match_prefix(token_ids, salt, count_hit=False)
-        receipt = Detained(rid, match.pages[:0], self.cache.inc_lock_ref(match.node))
+        if self.parts is not None:
+            reach = self.parts.reach(match.pages) * self.page_size
+            match = self.cache.match_prefix(token_ids[:reach], salt, count_hit=False)
+        lock, num_pages = self.cache.inc_lock_ref(match.node), carried.num_pages(match.prefix_len, self.page_size)
+        try:
+            self.make_room(num_pages, rid)
+        except PagesExhausted:
+            self.cache.dec_lock_ref(lock)
+            raise
+        receipt = Detained(rid, PagedTokenToKVPoolAllocator.alloc(self.allocator, num_pages, rid=rid), lock)
         self.quarantine.add(receipt)
         return match.pages, receipt
 

@@ -92,9 +92,10 @@ class PartAllocator(PagedTokenToKVPoolAllocator):
     def left_at(self, req: Req, end: int, row: Slots) -> None:
         """Take note that ``req`` leaves its tokens [0, end) to the tree, to go on there later if it has not ended."""
 
-    def came(self, req: Req, row: Slots) -> Pages:
-        """Take note that another replica has run the tokens of ``req``. Returns: the parts that it sends what is behind
-        the last of them for; 0 for one that is here."""
+    def came(self, req: Req, row: Slots, num_tokens: int, *, at_border: bool) -> Pages:
+        """Take note that another replica has run the first ``num_tokens`` of ``req``. ``at_border``: whole pages, which
+        are found again behind the last of them alone. Returns: the parts that it sends what is behind the last of them
+        for; 0 for one that is here, or is not needed."""
         raise NotImplementedError
 
     def parts_of(self, pages: Pages) -> Pages:
@@ -269,26 +270,30 @@ class WindowAllocator(PartAllocator):
         pages = self._seen_pages(holding, row)
         self._pass_by(pages)
         if unwritten is not None:
-            self._give_up(pages[unwritten > 0])
+            self._give_up(pages[unwritten[len(unwritten) - len(pages) :] > 0])
         self.reserved -= holding.behind.num_reserved
         end = -(-len(row) // self.page_size)
         holding.behind = replace(holding.behind, seen_from=end, seen_to=0, num_reserved=0)
 
-    def came(self, req: Req, row: Slots) -> Pages:
-        """Give the last pages of the tokens of ``req`` their parts, and let it see these."""
+    def came(self, req: Req, row: Slots, num_tokens: int, *, at_border: bool) -> Pages:
+        """Give the last pages of the tokens of ``req`` their parts, and let it see these. The first of those that are
+        carried is needed at the border before alone, and the sender of one border may not have it."""
         assert req.holding is not None
-        end = -(-req.num_tokens // self.page_size)
-        first = max(0, end - self.windows.seen_pages - 1)
+        end = -(-num_tokens // self.page_size)
+        carried_from = max(0, end - self.windows.seen_pages - 1)
+        first = max(0, end - self.windows.seen_pages) if at_border else carried_from
         pages = self._pages(row, first, end)
         is_hole = self._part[pages] == 0
         holes = pages[is_hole]
+        self._see(pages[~is_hole])  # before room is made
         self._make_room(len(holes))
         self._put(holes, self.parts.alloc(len(holes), rid=req.rid))
         self._end[holes] = End.NONE
         self._touch(holes)
-        self._see(pages)
+        self._see(holes)
         req.holding.behind = replace(req.holding.behind, seen_from=first, seen_to=end)
-        return np.where(is_hole, self._part[pages], 0).astype(np.int32)
+        taken = np.where(is_hole, self._part[pages], 0).astype(np.int32)
+        return np.pad(taken, (first - carried_from, 0))
 
     @property
     def overbooked(self) -> bool:
@@ -450,9 +455,9 @@ class SnapshotAllocator(PartAllocator):
         if border and not self._part[self._pages(row, border - 1, border)].all():
             self._keep(req, border, row, End.ANSWER)
 
-    def came(self, req: Req, row: Slots) -> Pages:
+    def came(self, req: Req, row: Slots, num_tokens: int, *, at_border: bool) -> Pages:
         assert req.holding is not None
-        req.holding.behind = replace(req.holding.behind, computed_from=req.num_tokens)
+        req.holding.behind = replace(req.holding.behind, computed_from=num_tokens)
         self._run_now()  # copies that are ordered know the states that the row has had until now
         return row[:0]
 

@@ -37,8 +37,9 @@ Decode
     abort, deadline: ends at once; service.abort_receive, quarantine ── ReceiveDrained, or Received ──> free
 
 Fetch: a decode leg without a prefill leg. It is granted pages up to `PdTicket.end_len`, and what a donor has cached of
-them is written there. `Received`: they go to the cache, and it waits like any other to compute the rest. Late, failed
-or refused: it computes all. `Donor`: SendReady ── pages locked, sent ── SendDone or SendDrained ──> unlocked
+them, up to the last border where it has the window, is written there, with that window. `Received`: they go to the
+cache, and it waits like any other to compute the rest. Late, failed or refused: it computes all.
+`Donor`: SendReady ── pages locked, sent ── SendDone or SendDrained ──> unlocked
 A prefill leg may fetch first (`PdTransfer.fetch`): what its decode replica has of the answers before.
 
 The other choices of an n > 1 request are parked until the prompt of choice 0 is here (or will not come), and so are
@@ -66,7 +67,7 @@ from kvtransfer.types import (
     SendReady,
     WriteTimes,
 )
-from replicas.cache.kv import KvCache, came, carried_parts, handed_len, longest_reuse, see_no_more
+from replicas.cache.kv import KvCache, came, carried_parts, goes_on_at, handed_len, longest_reuse, see_no_more
 from replicas.cache.quarantine import Detained
 from replicas.errors import Fault, InvalidRequest, Overloaded, PagesExhausted
 from replicas.observer import Observer
@@ -279,8 +280,9 @@ class PrefillRole:
         """Copy the states or windows of ``req`` into pages behind its own. Returns: why there are none."""
         try:
             self._kv.extend(req, handed_len(req, self._kv), carries=True)
-            row, pages = _carried_of(req, self._kv)
-            carrier.put(row, req.num_tokens, carried_parts(req, self._kv), pages)
+            row, pages = _carried_of(req, self._kv, req.num_tokens)
+            own = self._kv.pages(req, 0, -(-req.num_tokens // self._kv.page_size))
+            carrier.put(row, req.num_tokens, carried_parts(own, self._kv), pages)
             see_no_more(req, self._kv)
         except PagesExhausted as error:
             return f"no pages carry its states or windows: {error}"
@@ -349,6 +351,7 @@ class Donor:
         self._service = parts.service
         self._kv = parts.kv
         self._fingerprint = parts.terms.fingerprint
+        self._carrier = parts.carrier
         self._may_lend = parts.may_lend
         self._lent: dict[int, Detained] = {}  # by room
 
@@ -356,15 +359,21 @@ class Donor:
         return len(self._lent)
 
     def serve(self, room: int, first_page: int, prefix: Prefix) -> None:
-        """Send what is cached of ``prefix`` from page ``first_page`` on. What the peer has not by then it computes."""
+        """Send what is cached of ``prefix`` from page ``first_page`` on, and the last window, if layers have one. What
+        the peer has not by then it computes."""
         if not self._may_lend():
             self._service.abort_send(room, "the pages' memory is given back")
             return
         ids, ps = np.frombuffer(prefix.token_ids, dtype="<i4").astype(np.int32), self._kv.page_size
-        pages, receipt = self._kv.store.lend(ids, prefix.salt, f"fetch-{room}")
-        if len(pages) <= first_page:
+        try:
+            pages, receipt = self._kv.store.lend(ids, prefix.salt, f"fetch-{room}", self._kv.carried)
+        except PagesExhausted as error:
+            self._service.abort_send(room, f"no pages carry the last window: {error}")
+            return
+        refusal = self._carry(pages, receipt, first_page)
+        if refusal is not None:
             self._kv.store.release_quarantined(receipt)
-            self._service.abort_send(room, "the pages are not cached here any more")
+            self._service.abort_send(room, refusal)
             return
         self._lent[room] = receipt
         meta = KVTransferMeta(
@@ -375,7 +384,19 @@ class Donor:
             cached_prefix_len=first_page * ps,
             first_token=0,
         )
-        self._service.send_last(room, first_page, pages[first_page:], meta)
+        self._service.send_last(room, first_page, np.concatenate([pages[first_page:], receipt.pages]), meta)
+
+    def _carry(self, pages: PageIds, receipt: Detained, first_page: int) -> str | None:
+        """Copy the window at the end of ``pages`` into those of ``receipt``. Returns: why nothing can be sent."""
+        if len(pages) < first_page or (len(pages) == first_page and not len(receipt.pages)):
+            return "the pages are not cached here any more"
+        if self._carrier is None:
+            return None
+        try:
+            self._carrier.put(0, len(pages) * self._kv.page_size, carried_parts(pages, self._kv), receipt.pages)
+        except (Overloaded, RuntimeError) as error:
+            return f"the last window cannot be sent: {error}"
+        return None
 
     def end(self, room: int) -> None:
         """Take the pages of ``room`` back, after its last event."""
@@ -383,11 +404,11 @@ class Donor:
             self._kv.store.release_quarantined(receipt)
 
 
-def _carried_of(req: Req, kv: KvCache) -> tuple[int, PageIds]:
-    """Return the row of ``req``, and the pages behind those of its tokens."""
+def _carried_of(req: Req, kv: KvCache, num_tokens: int) -> tuple[int, PageIds]:
+    """Return the row of ``req``, and the pages that carry what is behind ``num_tokens`` of it."""
     assert req.holding is not None
-    first = -(-req.num_tokens // kv.page_size)
-    return req.holding.row, kv.pages(req, first, first + kv.carried.num_pages(req.num_tokens, kv.page_size))
+    first = -(-num_tokens // kv.page_size)
+    return req.holding.row, kv.pages(req, first, first + kv.carried.num_pages(num_tokens, kv.page_size))
 
 
 def _why(req: Req) -> str:
@@ -451,11 +472,10 @@ class DecodeRole:
     def _no_kv_transfer(self, req: Req) -> str | None:
         """Return why the prompt of ``req`` is computed here, whatever its peer does; None if it may come."""
         if _fetches(req):
-            end_len, parted = leg_of(req).ticket.end_len, self._carrier is not None or self._kv.store.parts is not None
-            if parted or end_len % self._kv.page_size or not 0 < end_len <= longest_reuse(req, whole=True):
+            end_len, has_states = leg_of(req).ticket.end_len, self._kv.carried.state_pages > 0
+            if has_states or end_len % self._kv.page_size or not 0 < end_len <= longest_reuse(req, whole=True):
                 return NO_FETCH
-            return None
-        if req.prompt_logprobs_from is not None or req.max_remaining <= 0:
+        elif req.prompt_logprobs_from is not None or req.max_remaining <= 0:
             return NEEDS_FORWARD
         full = self._carrier is not None and handed_len(req, self._kv) >= self._kv.store.size.num_tokens
         return NO_ROOM if full else None
@@ -466,9 +486,11 @@ class DecodeRole:
             leg, holding = leg_of(req), req.holding
             assert holding is not None
             leg.first_page = holding.prefix_len // self._kv.page_size
-            if _fetches(req) and holding.prefix_len >= leg.ticket.end_len:  # it has been computed here meanwhile
-                self.rooms.end(leg.ticket.room)
-                self._told.append(self._has(req, holding.prefix_len, self._report(req)))
+            end_len = leg.ticket.end_len
+            if _fetches(req) and goes_on_at(req.ids[:end_len], req.salt, self._kv) == end_len == holding.prefix_len:
+                self.rooms.end(leg.ticket.room)  # it has been computed here meanwhile
+                came(req, self._kv, end_len)
+                self._told.append(self._has(req, end_len, self._report(req)))
                 continue
             pages = self._kv.pages(req, leg.first_page, -(-handed_len(req, self._kv) // self._kv.page_size))
             self._open(req, leg.first_page, pages)
@@ -544,7 +566,7 @@ class DecodeRole:
             return None
         if _fetches(req):
             return self._fetched(req, event)
-        fault = self._fault(event.meta, req) or self._unpack(req)
+        fault = self._fault(event.meta, req) or self._unpack(req, req.num_tokens)
         if fault is not None:
             return self._fall_back(req, fault)
         leg, meta = leg_of(req), event.meta
@@ -565,6 +587,8 @@ class DecodeRole:
         """Let a request wait for its turn whose pages are here. Returns: no token, so that the report goes out."""
         first = leg_of(req).first_page * self._kv.page_size
         end_len = event.meta.token_range[1]  # whole pages of those that were asked for (kvtransfer/rooms/receiver.py)
+        if (fault := self._unpack(req, end_len)) is not None:
+            return self._fall_back(req, fault, num_bytes=event.num_bytes)
         num_pages = (end_len - first) // self._kv.page_size
         report = self._report(req, num_pages=num_pages, num_bytes=event.num_bytes, transfer_s=event.transfer_s)
         return self._has(req, end_len, report)
@@ -577,14 +601,15 @@ class DecodeRole:
         self._release_siblings(req)
         return NewToken(req, None, None)
 
-    def _unpack(self, req: Req) -> str | None:
-        """Copy the states or windows of ``req`` out of the pages that carried them. Returns: why it has none."""
+    def _unpack(self, req: Req, num_tokens: int) -> str | None:
+        """Copy the states or windows behind ``num_tokens`` of ``req`` out of the pages that carried them. Returns: why
+        it has none."""
         if self._carrier is None:
             return None
         parts = None
         try:
-            parts, (row, pages) = came(req, self._kv), _carried_of(req, self._kv)
-            self._carrier.take(row, req.num_tokens, parts, pages)
+            parts, (row, pages) = came(req, self._kv, num_tokens), _carried_of(req, self._kv, num_tokens)
+            self._carrier.take(row, num_tokens, parts, pages)
         except (Overloaded, RuntimeError) as error:
             see_no_more(req, self._kv, parts)
             return f"its states or windows cannot be taken over: {error}"
@@ -662,7 +687,7 @@ def fetch_for(req: Req, legs: Iterable[Req], kv: KvCache) -> Req | None:
         prefix = req.ids[:end_len]
         if leg.salt != req.salt or end_len > longest_reuse(req) or not np.array_equal(prefix, leg.ids[:end_len]):
             continue
-        if kv.cache.peek_len(prefix, req.salt) < end_len:
+        if goes_on_at(prefix, req.salt, kv) < end_len:
             return leg
     return None
 

@@ -5,6 +5,7 @@ Tiny random models; biases, norms and sinks are random too. The oracle is Transf
 
 import itertools
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from kvtransfer.types import TransferSettings
+from kvtransfer.types import PdTicket, PeerAddress, TransferSettings
+from replicas.cache.kv import goes_on_at
 from replicas.cache.parts import WindowAllocator
 from replicas.config import AttentionKind, CacheConfig, ModelConfig, SchedulerConfig
 from replicas.disagg.roles import PrefillRole
@@ -27,11 +29,11 @@ from replicas.loading.model_files import load_model_config
 from replicas.memory.sizing import weight_bytes
 from replicas.runner.kv_access import CarriedWindows, CarryWindows
 from replicas.scheduler.tokens import NewToken
-from replicas.types import GenerateRequest, SamplingParams, TokenDelta
+from replicas.types import GenerateRequest, PdLeg, PdTransfer, PdTransferReport, SamplingParams, TokenDelta
 from tests.engine_process import TOKEN
 from tests.local_agents import LocalAgent, LocalFabric
 from tests.numerics import tiny
-from tests.numerics.handing_over import alone, legs, make_engine, run
+from tests.numerics.handing_over import alone, legs, make_engine, rooms, run
 from tests.numerics.paged import PagedModel, assert_close_in_range, open_model
 from tests.numerics.ranks import run_ranks
 from tests.pairwise import ALL
@@ -176,7 +178,7 @@ def test_a_hit_a_chunked_prompt_and_a_kv_transfer_say_the_same(saved: Saved, hos
 
 
 def engines_of(folder: Path, number: int) -> list[Engine]:
-    """One engine alone, or prefill and decode side."""
+    """One engine alone, or two that hand over or fetch."""
     names, fabric = itertools.count(), LocalFabric()
     return [
         load_engine(
@@ -193,6 +195,51 @@ def engines_of(folder: Path, number: int) -> list[Engine]:
         )
         for _ in range(number)
     ]
+
+
+def fetching(request: GenerateRequest, donor: PeerAddress, end_len: int) -> GenerateRequest:
+    ticket = PdTicket(room=next(rooms), generation=0, prefill=donor, end_len=end_len, within_s=20.0)
+    return replace(request, kv_transfer=PdTransfer(leg=PdLeg.FETCH, ticket=ticket))
+
+
+@pytest.mark.parametrize("model_type", ["gemma3_text", "gpt_oss"])
+def test_a_fetch_brings_the_last_window_or_ends_where_the_donor_has_one(model_type: str, tmp_path: Path) -> None:
+    """Turns go to one engine and the other. What the donor has lost shortens the fetch, or the donor refuses it."""
+    model, engines = save(model_type, tmp_path), engines_of(tmp_path, 2)
+    draw, greedy = np.random.default_rng(1), SamplingParams(max_new_tokens=9, temperature=0.0, ignore_eos=True)
+    texts = [draw.integers(3, 190, length).tolist() for length in (7, 19, 38, 50)]
+    reports = list[PdTransferReport]()
+    try:
+        for turn, (number, text) in itertools.product(range(6), enumerate(texts)):
+            engine, donor = engines[turn % 2], engines[1 - turn % 2]
+            request = GenerateRequest(rid=f"{turn}-{number}", token_ids=np.array(text, np.int32), sampling=greedy)
+            end_len = (len(text) - 1) // 4 * 4
+            asked = request.token_ids[:end_len]
+            windows, pages = donor.kv.store.parts, donor.kv.cache.match_prefix(asked, "").pages
+            assert isinstance(windows, WindowAllocator)
+            assert donor.transfer_address is not None
+            if turn == 4:  # all windows but one within the prompt have gone
+                windows._give_up(pages[len(pages) // 2 :])
+            elif turn == 5 and number == 3:
+                windows._give_up(pages)
+            reach, here = (goes_on_at(asked, "", each.kv) for each in (donor, engine))
+            is_sent = reach > 0 and reach >= engine.kv.cache.peek_len(asked, "")
+            engine.submit(fetching(request, donor.transfer_address, end_len))
+            told, _ = run([engine, donor])
+            answer = [id_ for delta in told for id_ in delta.token_ids]
+            assert answer == tiny.reference(model, text, 9)[1]
+            report = next(delta.kv_transfer for delta in told if delta.kv_transfer is not None)
+            assert report.transferred == (is_sent or here == end_len), report
+            assert told[-1].usage.cached_tokens == (reach if is_sent else here)
+            reports.append(report)
+            text += [*answer, *draw.integers(3, 190, 3).tolist()]
+            for each in engines:
+                each.scheduler.check()
+        assert sum(report.num_pages for report in reports) > 60
+        assert any("not cached here" in (report.reason or "") for report in reports)
+    finally:
+        for each in engines:
+            each.close()
 
 
 @pytest.mark.parametrize("is_apart", [False, True], ids=["one replica", "prefill and decode apart"])

@@ -14,17 +14,19 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from deployments.channel.frames import LENGTH, CacheChanges, CacheKeys, decode, encode
 from kvtransfer.layout import Carried
 from kvtransfer.pages import page_keys
+from kvtransfer.types import PdTicket, PeerAddress
 from replicas.cache.host_pages import HostTier
 from replicas.cache.kv import KvCache, came, carried_parts, handed_len, see_no_more
-from replicas.cache.parts import SnapshotAllocator
+from replicas.cache.parts import SnapshotAllocator, WindowAllocator
 from replicas.cache.retention import POLICIES
 from replicas.config import CacheConfig, tail_pages
 from replicas.errors import Overloaded, PagesExhausted, RowsExhausted
 from replicas.memory.sizing import WindowPool
 from replicas.memory.state_pool import StatePool
-from replicas.request import Req
+from replicas.request import Leg, Req
 from replicas.runner.batch import WindowTable
 from replicas.scheduler.plan import TableWrite
+from replicas.types import PdLeg, PdTransfer
 from routing.fleet_state import Feed
 from routing.index import Borders, TierIndex, pages_of
 from tests.harness import choice_of, load_always, pool_of, to_host
@@ -83,6 +85,12 @@ class InPages(dict[int, object]):
 
     def __getitem__(self, slot: int) -> object:
         return self.texts[int(self.slots[slot])]
+
+
+def fetch_leg(end_len: int) -> Leg:
+    peer = PeerAddress(host="", port=0, incarnation="")
+    ticket = PdTicket(room=0, generation=0, prefill=peer, end_len=end_len)
+    return Leg(kv_transfer=PdTransfer(leg=PdLeg.FETCH, ticket=ticket))
 
 
 class KvUnderLoad(RuleBasedStateMachine):
@@ -338,12 +346,18 @@ class KvUnderLoad(RuleBasedStateMachine):
             self.take_writes()
             self.kv.cut(req)
 
-    @rule(prompt=st.lists(st.integers(0, 1), min_size=1, max_size=12), salt=st.sampled_from(["", "x"]))
-    def receive(self, prompt: list[int], salt: str) -> None:
-        """Take pages for a prompt that another replica computes."""
+    @rule(
+        prompt=st.lists(st.integers(0, 1), min_size=1, max_size=12),
+        salt=st.sampled_from(["", "x"]),
+        fetches=st.booleans(),
+    )
+    def receive(self, prompt: list[int], salt: str, fetches: bool) -> None:
+        """Take pages for a prompt that another replica computes, or for what is fetched of it."""
         req = choice_of("r", prompt, max_new_tokens=40, cache_salt=salt)
         if self.states is not None or len(self.held) + len(self.coming) == ROWS:
             return
+        if fetches:
+            req.leg = fetch_leg(len(prompt) // self.kv.page_size * self.kv.page_size)
         reused = self.kv.admit(req, whole=True)
         end_len = max(handed_len(req, self.kv), reused)
         if end_len - reused > self.kv.store.available_tokens():
@@ -353,34 +367,66 @@ class KvUnderLoad(RuleBasedStateMachine):
         self.take_writes()  # with the next step of the others
         self.coming.append(req)
 
-    @rule(which=st.integers(0, 100), arrives=st.booleans(), is_taken=st.booleans())
-    def arrive(self, which: int, arrives: bool, is_taken: bool) -> None:
-        """What was to come is here, with its windows or without, or will not come."""
+    @rule(which=st.integers(0, 100), arrives=st.booleans(), is_taken=st.booleans(), short=st.integers(0, 2))
+    def arrive(self, which: int, arrives: bool, is_taken: bool, short: int) -> None:
+        """What was to come is here, with its windows or without, or will not come. Of a fetch, ``short`` pages less:
+        it is found again behind the last one that came."""
         if not self.coming:
             return
         req, page_size = self.coming.pop(which % len(self.coming)), self.kv.page_size
         if not arrives:
             self.end(req, keep=False)
             return
-        slots = self.kv.slots_of(req, 0, req.num_tokens).tolist()
-        texts = [(req.salt, tuple(req.ids[: position + 1].tolist())) for position in range(req.num_tokens)]
         assert req.holding is not None
-        for position in range(req.holding.prefix_len, req.num_tokens):
+        num_tokens = req.num_tokens
+        if req.leg is not None:
+            num_tokens = max(req.holding.prefix_len, req.leg.ticket.end_len - short * page_size)
+        slots = self.kv.slots_of(req, 0, num_tokens).tolist()
+        texts = [(req.salt, tuple(req.ids[: position + 1].tolist())) for position in range(num_tokens)]
+        for position in range(req.holding.prefix_len, num_tokens):
             self.content[slots[position]] = texts[position]
-        parts = came(req, self.kv)
+        parts = came(req, self.kv, num_tokens)
         if not is_taken:
             see_no_more(req, self.kv, parts)
             self.kv.check([*self.held, *self.coming, req])
             self.end(req, keep=False)
             return
-        first = -(-req.num_tokens // page_size) - len(parts)
-        for position in range(first * page_size, req.num_tokens) if len(parts) else ():
+        first = -(-num_tokens // page_size) - len(parts)
+        for position in range(first * page_size, num_tokens) if len(parts) else ():
             if part := int(parts[position // page_size - first]):
                 self.window_content[part * page_size + position % page_size] = texts[position]
-        req.computed_len = req.num_tokens
+        req.computed_len = num_tokens
         self.kv.cut(req)
-        self.kv.commit(req)
-        self.held.append(req)
+        if req.leg is None:
+            self.kv.commit(req)
+            self.held.append(req)
+            return
+        self.end(req, keep=True)
+        text = [*req.ids[:num_tokens].tolist(), 0]
+        again = choice_of("again", text, cache_salt=req.salt)
+        assert self.kv.admit(again) == num_tokens * self.kv.store.reuses_prefixes
+        self.kv.release(again, keep=False)
+        self.serve(prompts=[text], salt=req.salt)
+
+    @rule(prompt=st.lists(st.integers(0, 1), min_size=1, max_size=12), salt=st.sampled_from(["", "x"]))
+    def lend(self, prompt: list[int], salt: str) -> None:
+        """Let another replica fetch what is cached of a prompt: what the token behind it sees is there."""
+        parts, page_size = self.kv.store.parts, self.kv.page_size
+        if self.states is not None:
+            return
+        try:
+            pages, receipt = self.kv.store.lend(np.array(prompt, dtype=np.int32), salt, "lent", self.kv.carried)
+        except PagesExhausted:
+            return
+        self.kv.check(self.held + self.coming)
+        if isinstance(parts, WindowAllocator):
+            lent = carried_parts(pages, self.kv)
+            assert len(lent) == len(receipt.pages)
+            for page in range(max(0, len(pages) - parts.windows.seen_pages), len(pages)):
+                for position in range(page * page_size, (page + 1) * page_size):
+                    slot = int(lent[page - len(pages)]) * page_size + position % page_size
+                    assert self.window_content[slot] == (salt, tuple(prompt[: position + 1]))
+        self.kv.store.release_quarantined(receipt)
 
     @rule(which=st.integers(0, 100))
     def hand_over(self, which: int) -> None:
@@ -395,7 +441,7 @@ class KvUnderLoad(RuleBasedStateMachine):
             pass
         else:
             self.sound()
-            parts = carried_parts(req, self.kv)
+            parts = carried_parts(self.kv.pages(req, 0, -(-req.num_tokens // page_size)), self.kv)
             first = -(-req.num_tokens // page_size) - len(parts)
             for position in range(first * page_size, req.num_tokens):
                 slot = int(parts[position // page_size - first]) * page_size + position % page_size
@@ -473,11 +519,16 @@ def test_in_long_histories_every_row_holds_its_own_tokens(seed: int, reach: int,
         elif kind < 0.87:
             machine.release(which=draw.randint(0, 9), keep=draw.random() < 0.7)
         elif kind < 0.9:
-            machine.receive(prompt=[draw.randint(0, 1) for _ in range(draw.randint(1, 12))], salt=salt)
+            prompt, fetches = [draw.randint(0, 1) for _ in range(draw.randint(1, 12))], draw.random() < 0.5
+            machine.receive(prompt=prompt, salt=salt, fetches=fetches)
             machine.sound()
             machine.serve(prompts=[[draw.randint(0, 1)] * 9], salt=salt)
-            machine.arrive(which=draw.randint(0, 9), arrives=draw.random() < 0.8, is_taken=draw.random() < 0.7)
+            is_taken = draw.random() < 0.7
+            machine.arrive(
+                which=draw.randint(0, 9), arrives=draw.random() < 0.8, is_taken=is_taken, short=draw.randint(0, 2)
+            )
             machine.hand_over(which=draw.randint(0, 9))
+            machine.lend(prompt=prompt, salt=salt)
         elif kind < 0.95:
             machine.idle(most=draw.randint(0, 4), to_store=draw.random() < 0.5)
         else:

@@ -385,8 +385,9 @@ def test_all_that_goes_over_of_a_window_stays_while_its_request_is_here() -> Non
         kv.check([req])
     assert kv.store.parts is not None
     assert kv.store.parts.evicted > 10
-    assert len(carried_parts(req, kv)) == 3
-    assert carried_parts(req, kv).all()
+    parts = carried_parts(kv.pages(req, 0, 3), kv)
+    assert len(parts) == 3
+    assert parts.all()
     kv.release(req, keep=False)
 
 
@@ -401,7 +402,7 @@ def test_pages_that_come_take_no_parts_before_they_are_here_and_then_those_of_th
     assert kv.store.parts is not None
     assert kv.store.parts.parts.num_free == windows.num_pages
     kv.table.drain_writes()
-    assert np.count_nonzero(came(req, kv)) == 3
+    assert np.count_nonzero(came(req, kv, 40)) == 3
     assert [(start, len(slots)) for _, start, slots in kv.table.drain_writes()] == [(28, 12)]
     req.computed_len = 40
     kv.cut(req)
@@ -428,7 +429,7 @@ def test_windows_that_came_and_could_not_be_taken_over_are_in_no_cache(*, arrive
     req, again = choice_of("a", range(40)), choice_of("b", [*range(40), 7])
     assert kv.admit(req, whole=True) == 40
     kv.extend(req, handed_len(req, kv))
-    taken = came(req, kv)
+    taken = came(req, kv, 40)
     assert np.count_nonzero(taken) == 3
     if not arrives:
         see_no_more(req, kv, taken)
@@ -438,6 +439,27 @@ def test_windows_that_came_and_could_not_be_taken_over_are_in_no_cache(*, arrive
     assert parts.parts.num_free == windows.num_pages - 3 * arrives
     assert kv.admit(again) == 40 * arrives
     kv.release(again, keep=False)
+
+
+def test_parts_of_a_window_that_are_here_do_not_go_for_those_that_come() -> None:
+    """Of three, the first is gone. All that are free are taken, and these two are older than others that may go."""
+    windows = WindowPool.of(0, page_size=4, cell_bytes=1, reach=6, step_tokens=12, drafted=3)
+    kv = make(size=pool_of(64, 4, windows), carried=Carried(window_pages=3, window_layers=1))
+    parts = kv.store.parts
+    assert parts is not None
+    for first in (0, 100):
+        prefill(kv, req := choice_of("before", range(first, first + 12)))
+        kv.release(req, keep=True)
+    parts._give_up(kv.cache.match_prefix(np.arange(12, dtype=np.int32), "").pages[:1])
+    taken = parts.parts.alloc(parts.parts.num_free, rid="a test")
+    req = choice_of("a", range(12))
+    kv.admit(req, whole=True)
+    assert np.count_nonzero(came(req, kv, 12)) == 1
+    parts.parts.free(taken)
+    kv.release(req, keep=True)
+    assert kv.admit(req, whole=False) == 8
+    kv.release(req, keep=False)
+    kv.check([])
 
 
 def test_a_request_whose_windows_were_copied_to_be_sent_leaves_its_parts_to_others() -> None:

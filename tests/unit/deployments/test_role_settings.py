@@ -58,7 +58,7 @@ def test_a_role_replaces_parts_of_the_settings_that_it_names() -> None:
     [
         ({}, False),
         ({"mode": "unified"}, False),
-        ({"mode": "unified", "transfer": {"fetch": "auto"}}, True),
+        ({"mode": "unified", "transfer": {"fetch": "auto"}}, False),
         ({"cache": {"host_memory_bytes": 1 << 30}}, True),
         ({"decode": {"cache": {"host_memory_bytes": 1 << 30}}}, True),
         ({"cache": {"host_memory_bytes": 1 << 30}, "prefill": {"cache": {"host_memory_bytes": 0}}}, True),

@@ -271,7 +271,7 @@ def test_states_are_carried_by_whole_pages_of_the_layout_and_a_layout_without_th
     assert replace(plain, state_bytes=8).fingerprint != plain.fingerprint
     with pytest.raises(IncompatibleLayout, match="state_bytes: 0 here, 8 there"):
         plain.require_compatible(replace(plain, state_bytes=8))
-    with pytest.raises(IncompatibleLayout, match=r"window_layers: 3 here, 0 there.*cache\.host_memory_bytes.*fetch"):
+    with pytest.raises(IncompatibleLayout, match=r"window_layers: 3 here, 0 there.*cache\.host_memory_bytes"):
         windows.require_compatible(replace(plain, num_layers=5))
     with pytest.raises(IncompatibleLayout, match="Serve the same model"):
         windows.require_compatible(replace(plain, model="another"))
