@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from replicas.attention.base import AttentionSpec, BatchMeta
 from replicas.attention.choice import make_attention
@@ -15,6 +16,7 @@ from replicas.loading.model_files import load_model_config
 from replicas.loading.weights import load_weights
 from replicas.memory.scaled_pool import kv_pool
 from replicas.models.registry import model_class
+from tests.numerics.tiny import uncached
 
 ROOT = Path(__file__).resolve().parents[2]
 SMOLLM2 = ROOT / "models" / "SmolLM2-135M-Instruct"
@@ -144,6 +146,18 @@ def open_model(
         num_rows=num_rows,
         attention=attention,
     )
+
+
+def assert_as_transformers(
+    model: PreTrainedModel, prompts: Sequence[list[int]], logits: Sequence[Tensor], answers: Sequence[list[int]],
+    share: float = 1e-4,
+) -> None:  # fmt: skip
+    """Given each prompt with its answer, Transformers has ``logits`` [L, V] for the prompt, within ``share`` of their
+    span, and each id of the answer is its most likely one behind those before it."""
+    for prompt, ours, answer in zip(prompts, logits, answers, strict=True):
+        wanted = uncached(model, [*prompt, *answer])
+        assert_close_in_range(ours, wanted[: len(prompt)], share)
+        assert answer == wanted[len(prompt) - 1 : -1].argmax(dim=-1).tolist()
 
 
 def assert_close_in_range(ours: Tensor, wanted: Tensor, share: float) -> None:

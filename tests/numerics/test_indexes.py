@@ -6,7 +6,6 @@ with eager attention, the whole text at once and without a cache.
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,21 +16,19 @@ from replicas.engine.engine import Engine
 from replicas.errors import InvalidConfig
 from replicas.loading.model_files import load_model_config
 from replicas.resolve import resolve
-from replicas.types import TokenDelta
 from tests.harness import small_engine
 from tests.numerics.paged import assert_close_in_range, open_model
 from tests.numerics.test_states import (
     Saved,
     asked,
-    assert_greedy,
+    check_many_at_once,
     finished,
     ids_of,
     moved,
     saved_model,
     saved_models,
-    some_prompts,
 )
-from tests.numerics.test_transformers_models import uncached
+from tests.numerics.tiny import assert_greedy, uncached
 
 PLAIN, SHARED = "deepseek_v32", "glm_moe_dsa"  # run natively, the others through Transformers
 OUTLINED = "axk2"
@@ -97,28 +94,8 @@ def test_of_tokens_whose_scores_are_zero_the_last_are_chosen_however_a_text_is_c
 
 @pytest.mark.parametrize("model_type", [PLAIN, OUTLINED])
 def test_many_requests_at_once_get_the_ids_of_transformers(models: Callable[[str], Saved], model_type: str) -> None:
-    """Twenty of them, in chunks beside answers, on a pool that retracts some; two are aborted, one has 3 choices."""
     folder, model = models(model_type)
-    engine, prompts, deltas = engine_of(folder, tokens=160), some_prompts(20, 3), list[TokenDelta]()
-    try:
-        for rid, prompt in prompts.items():
-            request = asked(rid, prompt, 30)
-            if rid == "r7":
-                request = replace(request, sampling=replace(request.sampling, n=3))
-            deltas += engine.submit(request)
-            deltas += engine.step()
-            if rid in ("r5", "r12"):
-                deltas += engine.abort(rid)
-        deltas += finished(engine)
-        assert engine.stats().num_retractions > 0
-        engine.scheduler.check()
-    finally:
-        engine.close()
-    for rid, prompt in prompts.items():
-        for index in range(3 if rid == "r7" else 1):
-            answer = ids_of(deltas, rid, index)
-            assert len(answer) == 30 or rid in ("r5", "r12")
-            assert_greedy(model, prompt, answer)
+    check_many_at_once(engine_of(folder, tokens=160), model)
 
 
 @pytest.mark.parametrize(

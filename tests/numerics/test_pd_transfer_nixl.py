@@ -29,8 +29,9 @@ from tests.numerics.handing_over import (
     tiny_prompt,
     warm_part,
 )
-from tests.numerics.test_states import assert_greedy, saved_model
+from tests.numerics.test_states import saved_model
 from tests.numerics.test_transformers_models import save
+from tests.numerics.tiny import assert_greedy
 
 
 @pytest.fixture(scope="module")

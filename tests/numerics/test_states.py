@@ -35,7 +35,8 @@ from replicas.scheduler.plan import PendingStep, StepPlan, StepResult
 from replicas.types import CacheBreakpoint, Finish, GenerateRequest, SamplingParams, StateCopy, TokenDelta
 from tests.harness import load_always, to_host
 from tests.numerics.paged import assert_close_in_range, open_model
-from tests.numerics.test_transformers_models import make, uncached
+from tests.numerics.test_transformers_models import make
+from tests.numerics.tiny import assert_greedy, uncached
 from tests.told_speculation import Told, put_drafts
 from tests.unit.tokenizer_folders import byte_level_folder
 from tools.models_table import tiny_config
@@ -124,38 +125,16 @@ def ids_of(deltas: Sequence[TokenDelta], rid: str, index: int = 0) -> list[int]:
     return [token for each in deltas if (each.rid, each.index) == (rid, index) for token in each.token_ids]
 
 
-def assert_greedy(model: PreTrainedModel, prompt: Sequence[int], answer: Sequence[int]) -> None:
-    """Each id of ``answer`` is Transformers' most likely one, behind those before it."""
-    logits = uncached(model, [*prompt, *answer])[len(prompt) - 1 : -1]
-    assert list(answer) == logits.argmax(dim=-1).tolist()
-
-
-def greedy(model: PreTrainedModel, prompt: Sequence[int], most: int) -> list[int]:
-    """Answer as Transformers does, the whole text for each token."""
-    text = list(prompt)
-    for _ in range(most):
-        text.append(int(uncached(model, text)[-1].argmax()))
-    return text[len(prompt) :]
-
-
 def some_prompts(number: int, seed: int) -> dict[str, list[int]]:
     draw = random.Random(seed)
     return {f"r{i}": [draw.randrange(3, 190) for _ in range(draw.choice((1, 2, 5, 9, 23, 40)))] for i in range(number)}
 
 
-@pytest.mark.parametrize("overlap", ["off", "on"])
-@pytest.mark.parametrize("model_type", [DELTA_RULE, STATE_SPACE, CONVOLUTION, SCAN])
-def test_many_requests_at_once_get_the_ids_of_transformers(
-    models: Callable[[str], Saved], model_type: str, overlap: str
-) -> None:
-    """Twenty of them, in chunks beside answers, on a pool that retracts some; some are aborted, one has three choices,
-    and rows are used again by others."""
-    folder, model = models(model_type)
-    tokens = max(160, snapshot_len(folder) + 8) if model_type != SCAN else 2048
-    engine = engine_of(folder, tokens=tokens, running=12, overlap=overlap)
+def check_many_at_once(engine: Engine, model: PreTrainedModel, *, retracts: bool = True) -> None:
+    """Ask ``engine`` for twenty answers, in chunks beside others: each is Transformers'. Two are aborted, one has three
+    choices; the pool ``retracts`` some. Closes the engine."""
     prompts, draw, deltas = some_prompts(20, 3), random.Random(4), list[TokenDelta]()
     try:
-        assert engine.config.cache.prefix_cache == ("chunk" if overlap == "on" else "radix")
         for rid, prompt in prompts.items():
             request = asked(rid, prompt, 30)
             if rid == "r7":
@@ -165,8 +144,7 @@ def test_many_requests_at_once_get_the_ids_of_transformers(
             if rid in ("r5", "r12"):
                 deltas += engine.abort(rid)
         deltas += finished(engine)
-        if model_type != SCAN:  # it has no K and V to be short of
-            assert engine.stats().num_retractions > 0
+        assert engine.stats().num_retractions > 0 or not retracts
         engine.scheduler.check()
         pool = engine.stats().pool
         assert pool.free_pages + pool.evictable_pages == pool.num_pages
@@ -179,30 +157,53 @@ def test_many_requests_at_once_get_the_ids_of_transformers(
             assert_greedy(model, prompt, answer)
 
 
+@pytest.mark.parametrize("overlap", ["off", "on"])
+@pytest.mark.parametrize("model_type", [DELTA_RULE, STATE_SPACE, CONVOLUTION, SCAN])
+def test_many_requests_at_once_get_the_ids_of_transformers(
+    models: Callable[[str], Saved], model_type: str, overlap: str
+) -> None:
+    """Rows are used again by others."""
+    folder, model = models(model_type)
+    has_kv = model_type != SCAN
+    tokens = max(160, snapshot_len(folder) + 8) if has_kv else 2048
+    engine = engine_of(folder, tokens=tokens, running=12, overlap=overlap)
+    assert engine.config.cache.prefix_cache == ("chunk" if overlap == "on" else "radix")
+    check_many_at_once(engine, model, retracts=has_kv)
+
+
 @pytest.mark.parametrize("model_type", [DELTA_RULE, STATE_SPACE, CONVOLUTION, SCAN])
 def test_a_rejected_draft_leaves_the_state_behind_the_tokens_that_came_true(
     models: Callable[[str], Saved], model_type: str
 ) -> None:
-    """Each sixth token that is drafted is wrong. Twelve at once on a pool that retracts some; then each goes on behind
-    what was kept of its answer."""
+    """Each sixth token that is drafted is wrong: drafts are of the answers without any. Twelve at once on a pool that
+    retracts some; then each goes on behind what was kept of its answer."""
     (folder, model), prompts = models(model_type), some_prompts(12, 5)
     tokens = max(140, snapshot_len(folder) + 8) if model_type != SCAN else 2048
     engine = engine_of(folder, tokens=tokens, chunk=32, running=12, drafts="on")
-    known = {(rid, 0): greedy(model, prompt, 30) for rid, prompt in prompts.items()}
-    put_drafts(engine.scheduler, Told(engine, known, STATE_DRAFT))
-    try:
+
+    def answered(drafts: Told | None) -> list[TokenDelta]:
+        put_drafts(engine.scheduler, drafts)
+        assert engine.flush_cache()
         for rid, prompt in prompts.items():
             engine.submit(asked(rid, prompt, 30))
-        deltas = finished(engine)
+        return finished(engine)
+
+    try:
+        without = answered(None)
+        known = {(rid, 0): ids_of(without, rid) for rid in prompts}
+        before = engine.stats().num_retractions
+        deltas = answered(Told(engine, known, STATE_DRAFT))
         engine.scheduler.check()
         if model_type != SCAN:
-            assert engine.stats().num_retractions > 0
+            assert engine.stats().num_retractions > before
         usages = [each.usage for each in deltas if each.finish is not None]
         drafted = sum(each.drafted_tokens for each in usages)
         assert 0.3 * drafted < sum(each.accepted_tokens for each in usages) < 0.95 * drafted
         for rid, prompt in prompts.items():
             answer = ids_of(deltas, rid)
             assert answer == known[rid, 0]
+            assert len(answer) == 30
+            assert_greedy(model, prompt, answer)
             text = [*prompt, *answer, 7]
             engine.submit(asked(f"{rid} on", text, 6))
             told = finished(engine)

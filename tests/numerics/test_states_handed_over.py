@@ -30,13 +30,13 @@ from tests.numerics.test_states import (
     STATE_SPACE,
     Saved,
     asked,
-    assert_greedy,
     engine_of,
     finished,
     ids_of,
     saved_models,
     snapshot_len,
 )
+from tests.numerics.tiny import assert_greedy
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,6 @@
 """Tiny random models of each family, saved by Transformers: what the numerics tests load."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -137,6 +138,18 @@ def save(kind: str, folder: Path, **changes: Any) -> PreTrainedModel:
                 buffer.normal_(0.0, 0.1)
     model.float().eval().save_pretrained(folder)
     return model
+
+
+@torch.inference_mode()
+def uncached(model: PreTrainedModel, ids: list[int]) -> torch.Tensor:
+    """Transformers' logits [L, V] of the whole text."""
+    return model(torch.tensor([ids]), use_cache=False).logits[0].float()
+
+
+def assert_greedy(model: PreTrainedModel, prompt: Sequence[int], answer: Sequence[int]) -> None:
+    """Each id of ``answer`` is Transformers' most likely one, behind those before it."""
+    logits = uncached(model, [*prompt, *answer])[len(prompt) - 1 : -1]
+    assert list(answer) == logits.argmax(dim=-1).tolist()
 
 
 @torch.inference_mode()
