@@ -50,6 +50,12 @@ def engine() -> Engine:
     return embedded_engine()
 
 
+@pytest.fixture(scope="module")
+def whole(engine: Engine) -> Told:
+    """The greedy answer."""
+    return one(engine, request(engine))
+
+
 def prompt(engine: Engine, text: str = "Describe a person as JSON.") -> np.ndarray:
     return engine.tokenizer.chat([{"role": "user", "content": text}])
 
@@ -204,8 +210,9 @@ def test_a_retracted_request_goes_on_in_its_grammar(engine: Engine) -> None:
         ({"max_new_tokens": 30}, "length"),
     ],
 )
-def test_a_grammar_and_what_else_ends_an_answer(engine: Engine, changes: dict[str, Any], ends: str) -> None:
-    whole = one(engine, request(engine))
+def test_a_grammar_and_what_else_ends_an_answer(
+    engine: Engine, whole: Told, changes: dict[str, Any], ends: str
+) -> None:
     told = one(engine, request(engine, replace(GREEDY, **changes), return_logprobs=True))
     assert told.ids == whole.ids[: len(told.ids)]
     assert [each.token_id for each in told.logprobs] == told.ids
