@@ -72,7 +72,7 @@ class Cluster:
         ]
         self._by_id = {replica.replica_id: replica for replica in self.replicas}
         for replica in self.replicas:
-            replica.others, replica.fetched = self._by_id, self._fetched
+            replica.others, replica.fetched, replica.began = self._by_id, self._fetched, self._began
         self.num_fetched = 0  # tokens that came from other replicas
         self.num_failed = 0  # fetches
         self._told: dict[str, ReplicaView] = {}  # the last report of each replica
@@ -128,12 +128,17 @@ class Cluster:
         else:
             query = RouteQuery(
                 rid=str(request.number), token_ids=job.prompt, salt=request.tenant, objective_s=setup.objective_s,
-                max_new_tokens=request.output_len,
+                max_new_tokens=request.output_len, tenant=job.req.asked.tenant,
             )  # fmt: skip
             decision = self.router.choose(query)
             replica, job.fetch = self._by_id[decision.replica_id], decision.fetch
         self._open[request.number] = decision, time.thread_time() - began_s
         replica.submit(job)
+
+    def _began(self, job: SimJob) -> None:
+        decision, _ = self._open[job.request.number]
+        if self.router is not None and decision is not None:
+            self.events.after(self._setup.build.way_s, partial(self.router.began, decision, job.ttft_s))
 
     def _fetched(self, job: SimJob, num_bytes: int, took_s: float, failed: bool) -> None:
         """A fetch has ended; its router hears of it a little later."""

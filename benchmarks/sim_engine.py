@@ -201,13 +201,14 @@ class TimedEngine:
     def _end(self, plan: StepPlan, step_s: float) -> None:
         self._in_step, self.num_under_way = False, 0
         if isinstance(plan, ExtendPlan):
-            self.times.record(step_s, plan.num_prompt_tokens, is_extend=True, is_mixed=plan.num_decode > 0)
+            self.times.record(step_s, plan.num_prompt_tokens, is_extend=True, num_decode=plan.num_decode)
         else:
-            self.times.record(step_s, 0, is_extend=False)
+            self.times.record(step_s, 0, is_extend=False, num_decode=len(plan.rows))
         if self.times.prefill_tokens_per_s:
             self.scheduler.queues.waiting.step_times = StepTimes(
-                1.0 / self.times.prefill_tokens_per_s, self.times.decode_step_s
-            )
+                1.0 / self.times.prefill_tokens_per_s, self.times.decode_step_s, self.times.token_s,
+                self.times.shortest_s,
+            )  # fmt: skip
         tokens = [
             self.answers[row.params.seed][row.num_output] if row.params.seed in self.answers else TOKEN
             for row in plan.sampling
@@ -223,7 +224,7 @@ class TimedEngine:
         """Count the next steps in which each running request makes a token that is not its last and needs no page, and
         nothing else can happen unless a command comes."""
         queues = self.scheduler.queues
-        waiting = (queues.waiting, queues.prealloc, queues.away, queues.begun)
+        waiting = (queues.waiting, queues.prealloc, queues.away, queues.begun, queues.paused)
         if not (queues.running and self._build.is_even) or any(len(each) for each in waiting):
             return 0
         size, left = self._build.page_size, math.inf
@@ -255,7 +256,7 @@ class TimedEngine:
         for _ in range(num):
             scheduler._ratio.decode_step()
         for _ in range(min(num, 12)):  # by then its smoothed duration is theirs
-            self.times.record(alike.step_s, 0, is_extend=False)
+            self.times.record(alike.step_s, 0, is_extend=False, num_decode=len(scheduler.queues.running))
         self._go_on()
 
 
@@ -298,6 +299,7 @@ class SimReplica:
         self.engine.granted = self._order
         self.others: Mapping[str, SimReplica] = {}  # by id
         self.fetched: Callable[[SimJob, int, float, bool], None] = lambda job, num_bytes, took_s, failed: None
+        self.began: Callable[[SimJob], None] = lambda job: None
         self._links_free_s = [0.0, 0.0]  # out, in
         self._fetching: dict[Req, SimJob] = {}
         self._followers: dict[Req, list[Req]] = {}  # parked, by the one whose fetch they wait for
@@ -408,6 +410,7 @@ class SimReplica:
     def _begun(self, job: SimJob) -> None:
         del self._without_first[job]
         job.ttft_s = self._events.now_s - job.came_s
+        self.began(job)
 
     def _through(self, job: SimJob) -> None:
         del self.engine.answers[job.request.number]

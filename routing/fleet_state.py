@@ -238,6 +238,10 @@ class FleetState:
         load = self.load.estimate(eligible, now_s, before=[leg.number for leg in waits])
         num_tokens = len(query.token_ids)
         held = held_tokens(reach, load, eligible.loading, page_size=self._page_size)
+        if not query.offline:
+            own_tokens = num_tokens - held.device - held.host - held.store
+            numbers = [leg.number for leg in waits]
+            self.load.shared(load, eligible, (query.tenant, query.weight), own_tokens, numbers)
         if self._fetches and donors is not None and not query.one_replica:
             there = (reach, load)
             if donors is not eligible:
@@ -318,13 +322,16 @@ class FleetState:
         )
 
     def send(
-        self, leg: RouteLeg, pages: Pages, *, now_s: float, adapter: str = "", fetch: PageFetch | None = None
+        self, leg: RouteLeg, pages: Pages, query: RouteQuery, *, now_s: float, fetch: PageFetch | None = None
     ) -> None:
-        """Open ``leg`` at its replica, which will soon hold ``pages`` and ``adapter``."""
+        """Open ``leg`` of ``query`` at its replica, which will soon hold ``pages`` and the adapter."""
         if fetch is not None:
             self.asked.begin(leg.number, fetch, leg.replica_id)
         tokens = leg.own_tokens
-        self.load.send(leg.replica_id, number=leg.number, uncached_tokens=tokens, now_s=now_s, adapter=adapter)
+        self.load.send(
+            leg.replica_id, number=leg.number, uncached_tokens=tokens, now_s=now_s, adapter=query.adapter,
+            tenant=(query.tenant, query.weight),
+        )  # fmt: skip
         self._index.expect(self.load.column(leg.replica_id), pages, number=leg.number)
 
     def end(self, leg: RouteLeg, keys: PageKeys, *, begun: bool = True) -> bool:

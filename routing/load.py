@@ -24,7 +24,7 @@ from itertools import takewhile
 import numpy as np
 import numpy.typing as npt
 
-from routing.types import Floats, LoadEstimate, ReplicaView, RouteQuery
+from routing.types import Floats, Ints, LoadEstimate, ReplicaView, RouteQuery
 
 # Reports come every 0.05 to 2 s (a setting), so a report 2 s old is still current; an older one is late.
 FRESH_S = 2.0
@@ -147,6 +147,7 @@ def load_estimate_of(data: Floats, eligible: Eligible, now_s: float) -> LoadEsti
         late_tokens=np.minimum(own[LATE], queue),  # what goes before them drains first
         prefill_tokens_per_s=eligible.prefill_tokens_per_s,
         rate_error=eligible.rate_error,
+        share=np.ones(len(queue)),
         rate_step_tokens=eligible.rate_step_tokens,
         decode_step_s=eligible.decode_step_s,
         decode_token_s=eligible.decode_token_s,
@@ -215,10 +216,14 @@ def _measured(values: Floats, prior: float) -> Floats:
     return np.where(known, values, values[known].mean() if known.any() else prior)
 
 
+Tenant = tuple[str, float]  # its name and weight
+
+
 @dataclass(slots=True)
 class _Open:
     sent_s: float
     uncached_tokens: int  # predicted
+    tenant: str
     begun: bool = False  # its first token has come
     leaves: bool = False  # its replica was asked to give it back: those behind it need not wait for it
     adapter: str = ""
@@ -269,6 +274,8 @@ class Load:
         self._priors[RATE] = PRIOR_PREFILL_TOKENS_PER_S
         self._priors[NUM_RATES] = DEVIATIONS * STEP_SPREAD
         self._where: dict[int, str] = {}  # decision number -> replica
+        self._waiting: dict[str, Floats] = {}  # by tenant, [column]: uncached tokens that have not begun; some are > 0
+        self._weights: dict[str, float] = {}  # of those tenants, as last heard
         self._able: list[_Replica] | None = None  # may take a request; until that changes for one of them
         self._columns = np.zeros(0, dtype=np.intp)  # theirs
         self._eligible: Eligible | None = None  # until one of them reports
@@ -291,6 +298,7 @@ class Load:
             if not self._free:
                 size = self._data.shape[1]
                 self._data = np.hstack([self._data, np.zeros((NUM_FIELDS, size))])
+                self._waiting = {of: np.hstack([row, np.zeros(size)]) for of, row in self._waiting.items()}
                 self._free = list(range(size, 2 * size))
             replica = _Replica(column=self._free.pop(0), view=view)
             self._data[:, replica.column] = 0.0
@@ -306,7 +314,8 @@ class Load:
         self._free.append(replica.column)
         for rate in (RATE, STEP_S, RATE_TOKENS):  # those that stay may not have measured any
             self._priors[rate] = self._data[rate, replica.column] or self._priors[rate]
-        for number in replica.open:
+        for number, request in replica.open.items():
+            self._begins(replica, request)
             del self._where[number]
         self._able = None
 
@@ -349,10 +358,16 @@ class Load:
         for request in replica.since(view.time_s):
             self._enqueue(replica, request)
 
-    def send(self, replica_id: str, *, number: int, uncached_tokens: int, now_s: float, adapter: str = "") -> None:
+    def send(
+        self, replica_id: str, *, number: int, uncached_tokens: int, now_s: float, adapter: str = "",
+        tenant: Tenant = ("", 1.0),
+    ) -> None:  # fmt: skip
         """Open the request of decision ``number`` at a known replica; ``uncached_tokens`` 0: it receives K/V."""
         replica = self._replicas[replica_id]
-        request = replica.open[number] = _Open(now_s, uncached_tokens, adapter=adapter)
+        request = replica.open[number] = _Open(now_s, uncached_tokens, adapter=adapter, tenant=tenant[0])
+        if uncached_tokens:
+            self._waiting.setdefault(tenant[0], np.zeros(self._data.shape[1]))[replica.column] += uncached_tokens
+            self._weights[tenant[0]] = tenant[1]
         if adapter:
             replica.coming[adapter] += 1
         self._where[number] = replica_id
@@ -370,6 +385,7 @@ class Load:
             return False
         replica = self._replicas[replica_id]
         request = replica.open.pop(number)
+        self._begins(replica, request)
         if request.adapter:
             replica.coming -= Counter([request.adapter])
         column = self._data[:, replica.column]
@@ -396,8 +412,10 @@ class Load:
     def note(self, number: int, *, begun: bool | None = None, leaves: bool | None = None) -> None:
         """Note of a request, if it is still open, whether its first token has come, or whether it is about to leave."""
         if number in self._where:
-            request = self._replicas[self._where[number]].open[number]
-            request.begun = request.begun if begun is None else begun
+            replica = self._replicas[self._where[number]]
+            request = replica.open[number]
+            if begun:
+                self._begins(replica, request)
             request.leaves = request.leaves if leaves is None else leaves
 
     def eligible(self, *, also: Collection[str] = ()) -> Eligible:
@@ -424,6 +442,33 @@ class Load:
             _keep_ahead(load, np.flatnonzero(eligible.columns == replica.column), replica, number)
         return load
 
+    def shared(
+        self, load: LoadEstimate[Floats], eligible: Eligible, tenant: Tenant, own_tokens: Ints, waits: Iterable[int]
+    ) -> None:
+        """Leave in ``load`` of what waits at each of ``eligible`` what goes before ``own_tokens`` [n] of ``tenant``: a
+        replica serves tenants by shares. What other routers have sent is taken to be of tenants as what this one has.
+
+        Args: waits: decisions of the request, which waits.
+        """
+        name, weight = tenant
+        rows = {of: row[eligible.columns] for of, row in self._waiting.items() if of != name}
+        if not rows:
+            return
+        own = self._waiting[name][eligible.columns] if name in self._waiting else np.zeros(len(own_tokens))
+        for number in waits:
+            replica = self._replicas[self._where[number]]
+            request = replica.open[number]
+            own[eligible.columns == replica.column] -= 0 if request.begun else request.uncached_tokens
+        by_weight, others = (own + own_tokens) / weight, np.sum(list(rows.values()), axis=0)
+        before = own + sum(np.minimum(row, by_weight * self._weights[of]) for of, row in rows.items())
+        before *= np.maximum(load.queued_tokens / np.maximum(own + others, 1.0), 1.0)
+        at = np.flatnonzero((others > 0) & (before < load.queued_tokens))
+        load.share[at] = before[at] / load.queued_tokens[at]
+        load.queued_tokens[at] = before[at]
+        load.num_waiting[at] *= load.share[at]
+        at = np.flatnonzero(others)
+        load.late_tokens[at] = np.minimum(np.minimum(load.late_tokens, own), load.queued_tokens)[at]
+
     def adapter_s(self, eligible: Eligible, adapter: str) -> Floats:
         """Return how long each of ``eligible`` takes to load ``adapter``: 0 where it is held, or an open request has it
         loaded, and without one."""
@@ -446,6 +491,8 @@ class Load:
         assert list(self._replicas) == sorted(self._replicas)
         columns = [replica.column for replica in self._replicas.values()]
         assert sorted(columns + self._free) == list(range(self._data.shape[1])), "a column has two owners or none"
+        assert self._waiting.keys() == self._weights.keys()
+        assert all(row.any() for row in self._waiting.values()), "a tenant is kept of which nothing waits"
         for replica in self._replicas.values():
             column = self._data[:, replica.column]
             since = replica.since(column[REPORT_S])
@@ -454,7 +501,21 @@ class Load:
             assert column[TOKENS_SINCE] == sum(request.uncached_tokens for request in since)
             assert column[RECEIVING] >= sum(request.uncached_tokens == 0 for request in since)
             assert min(column[ENDED], column[QUEUE]) >= 0
+            waiting = Counter[str]()
+            for each in replica.open.values():
+                waiting[each.tenant] += 0 if each.begun else each.uncached_tokens
+            counted = Counter({tenant: row[replica.column] for tenant, row in self._waiting.items()})
+            assert counted == waiting, "a tenant's tokens are counted twice or not at all"
             assert replica.coming == Counter(each.adapter for each in replica.open.values() if each.adapter)
+
+    def _begins(self, replica: _Replica, request: _Open) -> None:
+        """Note that ``request`` waits no more."""
+        if request.uncached_tokens and not request.begun:
+            row = self._waiting[request.tenant]
+            row[replica.column] -= request.uncached_tokens
+            if not row.any():
+                del self._waiting[request.tenant], self._weights[request.tenant]
+        request.begun = True
 
     def _note_spread(self, column: Floats, told: float, last: float) -> None:
         """Note that a replica's rate was ``last`` and is ``told``: how far steps differ shows in how far rates move."""

@@ -251,7 +251,7 @@ def _pressure_s(load: LoadEstimate[Floats], need_tokens: Ints, output_tokens: in
     short_pages = np.maximum(short_tokens, 0.0) / np.maximum(before, 1.0)
     short_places = np.maximum(load.num_requests + 1 - load.max_requests, 0.0) / load.max_requests
     stay_s = output_tokens * load.decode_token_s
-    pressure_s: Floats = stay_s * np.maximum(short_pages, short_places)
+    pressure_s: Floats = load.share * stay_s * np.maximum(short_pages, short_places)
     return pressure_s
 
 

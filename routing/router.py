@@ -274,7 +274,7 @@ class Router:
         opened = legs(decision)
         for leg in opened:
             fetch = decision.fetch if leg is opened[-1] else None
-            self._fleet.send(leg, pages, now_s=decision.time_s, adapter=query.adapter, fetch=fetch)
+            self._fleet.send(leg, pages, query, now_s=decision.time_s, fetch=fetch)
             self._num_decisions = leg.number + 1
         if query.session_id:
             self._sessions[query.session_id] = decision.replica_id

@@ -50,6 +50,8 @@ class RouteQuery:
     max_wait_s: float = float("inf")  # a longer queue is not accepted for the sake of other requests
     objective_s: float = float("inf")  # its first token should come within this time
     offline: bool = False  # a batch request, which gives way to every other request
+    tenant: str = ""  # among whose requests and those of others replicas divide what they compute
+    weight: float = 1.0  # of that tenant
     one_replica: str = ""  # why one replica must do all of it; "" where prefill and decode may be apart
     adapter: str = ""  # identity of the adapter (LoRA) that it needs; "": the model as it is
 
@@ -192,6 +194,7 @@ class LoadEstimate(Generic[FloatT]):
     late_tokens: FloatT  # of those, of late requests, which others go before
     prefill_tokens_per_s: FloatT  # > 0
     rate_error: FloatT  # by which share that may be wrong
+    share: FloatT  # of what waits, the part that goes before a request: other tenants have no more than its own
     rate_step_tokens: FloatT  # prompt tokens of the steps on which that was measured; 0 until a replica has reported it
     decode_step_s: FloatT
     decode_token_s: FloatT  # between two tokens of a request

@@ -80,6 +80,8 @@ def query_of(
         priority=request.priority,
         objective_s=math.inf if request.objective_s is None else request.objective_s,
         offline=request.offline,
+        tenant=request.tenant,
+        weight=request.weight,
         session_id=hints.session_id,
         allowed=hints.allowed,
         excluded=excluded,
@@ -461,19 +463,14 @@ class Dispatcher:
         """Raise Saturated, with nothing sent, if even the shortest queue is too long.
 
         A prompt that itself takes long to compute is no reason: trying again later would not help. Where requests have
-        waited longer than allowed of late, and than estimated, this one is expected to. What tenants above their
-        share have in the queue does not go before it, and does not count. A batch request is let in only where others
-        keep their objective.
+        waited longer than allowed of late, and than estimated, this one is expected to. A batch request is let in only
+        where others keep their objective.
         """
         offline, decision = request.offline, noted.decision
         most_s = self._limits.objective_s if offline else self._limits.max_wait_s
         overrun = self._router.overrun.beyond(most_s)
         wait_s = decision.shortest_wait_s * overrun
         if decision.predicted_ttft_s * overrun <= most_s or wait_s <= most_s:
-            return
-        if not offline:
-            wait_s *= self._share_before(decision, request)
-        if wait_s <= most_s:
             return
         late = f" (first tokens take {overrun:.1f} times their estimate)" if overrun > 1.05 else ""
         setting = "observability.ttft_objective_s" if offline else "router.max_wait_s"
@@ -484,18 +481,6 @@ class Dispatcher:
         )
         self._refuse(noted, error)
         raise error
-
-    def _share_before(self, decision: Decision, request: GenerateRequest) -> float:
-        """Return the part of the tokens that this router's requests wait for which go before another one: replicas
-        serve tenants by shares, so of each other tenant no more than of its own, by weight."""
-        waiting, weights = collections.Counter[str](), {request.tenant: request.weight}
-        for attempt, of in self._running.items():
-            if attempt.may_wait and not attempt.request.offline:
-                waiting[attempt.request.tenant] += of.decision.num_tokens - of.decision.overlap_tokens
-                weights[attempt.request.tenant] = attempt.request.weight
-        own = (waiting[request.tenant] + decision.num_tokens - decision.overlap_tokens) / request.weight
-        before = sum(min(num_tokens, own * weights[tenant]) for tenant, num_tokens in waiting.items())
-        return before / waiting.total() if waiting.total() else 1.0
 
     def _record(
         self, request: GenerateRequest, number: int, replica_id: str, error: MantaError, progress: Progress

@@ -86,7 +86,8 @@ class StepClock:
         self.decode_step_s = 0.0  # of steps that only decode; 0 until measured
         self.tokens_per_step = 1.0  # smoothed, of a request in these
         self.longest_s = 0.0  # of the recent steps of each kind: decode steps do not make it forget a long chunk
-        self._recent_s = {is_extend: collections.deque[float](maxlen=RECENT_STEPS) for is_extend in (False, True)}
+        recent = collections.deque[tuple[float, float, int]]  # seconds; as they count; new tokens, also of answers
+        self._recent = {is_extend: recent(maxlen=RECENT_STEPS) for is_extend in (False, True)}
         self._full_s = 0.0  # smoothed, of extend steps of at least _full_step
         self._recent_s_per_token = collections.deque[float](maxlen=RECENT_STEPS)  # of those
 
@@ -96,7 +97,7 @@ class StepClock:
         num_prompt_tokens: int,
         *,
         is_extend: bool,
-        is_mixed: bool = False,
+        num_decode: int = 0,
         tokens_each: float = 1.0,
         interrupted: Callable[[], bool] = lambda: False,
     ) -> None:
@@ -107,27 +108,28 @@ class StepClock:
         decode rows says little about the rate of long prompts. Much smaller steps are left out: 16 tokens beside 8
         others run at 520 a second where 240 run at 1,190 (docs/performance.md, Mixed steps).
 
-        Args: tokens_each: that the step made of a request.
+        Args: num_decode: running requests, and rows of drafts, that the step had. tokens_each: that it made of a
+              request.
               interrupted: tells whether the process stood still during the step; asked only of one that took long.
         """
         if is_extend:
             self.num_extend += 1
-            self.num_mixed += is_mixed
+            self.num_mixed += num_decode > 0
             self.extend_s += step_s
         else:
             self.num_decode += 1
             self.decode_s += step_s
         is_full = is_extend and num_prompt_tokens >= self._full_step and step_s > 0
-        recent, units = self._recent_s[is_extend], 1
+        recent, units = [each_s for each_s, _, _ in self._recent[is_extend]], 1
         if is_full:
-            recent, units = self._recent_s_per_token, num_prompt_tokens
+            recent, units = list(self._recent_s_per_token), num_prompt_tokens
         most_s = OUTLIER * statistics.median(recent) * units if recent else step_s
         if step_s > most_s and interrupted():
             return
-        self._recent_s[is_extend].append(step_s)
-        self.longest_s = max(max(each, default=0.0) for each in self._recent_s.values())
+        self._recent[is_extend].append((step_s, min(step_s, most_s), num_prompt_tokens + num_decode))
+        self.longest_s = max(each_s for each in self._recent.values() for each_s, _, _ in each)
         if not is_extend:
-            self.decode_step_s = _smooth(self.decode_step_s, min(step_s, most_s), len(recent))
+            self.decode_step_s = _smooth(self.decode_step_s, min(step_s, most_s), len(self._recent[False]))
             self.tokens_per_step = _smooth(self.tokens_per_step, tokens_each)
         elif is_full:
             self._recent_s_per_token.append(step_s / num_prompt_tokens)
@@ -135,6 +137,17 @@ class StepClock:
             self.rate_step_tokens = _smooth(self.rate_step_tokens, num_prompt_tokens, num)
             self._full_s = _smooth(self._full_s, min(step_s, most_s), num)
             self.prefill_tokens_per_s = self.rate_step_tokens / self._full_s
+
+    @property
+    def token_s(self) -> float:
+        """What a new token took of late, of a prompt or an answer, in steps of either kind; 0 until one was counted."""
+        num_tokens = sum(num for each in self._recent.values() for *_, num in each)
+        return sum(of_s for each in self._recent.values() for _, of_s, _ in each) / num_tokens if num_tokens else 0.0
+
+    @property
+    def shortest_s(self) -> float:
+        """The shortest of the recent steps; 0 until there was one."""
+        return min((each_s for each in self._recent.values() for each_s, _, _ in each), default=0.0)
 
 
 def _smooth(old: float, new: float, num: int = RECENT_STEPS) -> float:
@@ -360,16 +373,17 @@ class Stepping:
             step_s,
             num_prompt,
             is_extend=is_extend,
-            is_mixed=is_extend and num_prompt < num_new,
+            num_decode=num_new - num_prompt,
             tokens_each=1.0 + sum(token.num_accepted for token in tokens) / num_reqs,
             interrupted=lambda: self.pulse.stopped_since(started_s),
         )
         tiers = self._scheduler.kv.store.tiers
-        if self.times.prefill_tokens_per_s:
-            s_per_token = 1.0 / self.times.prefill_tokens_per_s
-            queues.waiting.step_times = StepTimes(s_per_token, self.times.decode_step_s)
-            if tiers is not None:
-                tiers.compute_s_per_token = s_per_token
+        rate = self.times.prefill_tokens_per_s
+        s_per_token = 1.0 / rate if rate else 0.0
+        times = self.times
+        queues.waiting.step_times = StepTimes(s_per_token, times.decode_step_s, times.token_s, times.shortest_s)
+        if tiers is not None and rate:
+            tiers.compute_s_per_token = s_per_token
         self.tallies.step(step_s, num_reqs, num_new, is_extend=is_extend)
 
     def _begin_masks(self) -> None:

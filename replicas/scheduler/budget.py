@@ -30,7 +30,7 @@ from replicas.config import SchedulerConfig
 from replicas.errors import PagesExhausted
 from replicas.request import Req, ReqState
 from replicas.scheduler.plan import LOGITS_CHUNK
-from replicas.scheduler.precedence import Throttle
+from replicas.scheduler.precedence import Precedence, WaitingQueue
 from replicas.scheduler.queues import Queues
 from replicas.types import PdLeg
 
@@ -86,27 +86,19 @@ class StepBudget:
 
     def __init__(self, num_tokens: int, *, page_size: int) -> None:
         self._left = num_tokens
-        self._lent = self._used_lent = 0
         self._align = page_size if num_tokens >= page_size else 1
 
-    def lend(self, num_tokens: int) -> None:
-        """Leave ``num_tokens`` more, for prompts that end in this step with them."""
-        self._lent = max(0, num_tokens - self._used_lent)
-
-    def grant(self, want: int, *, prefix_len: int, ends: bool = False) -> int:
+    def grant(self, want: int, *, prefix_len: int) -> int:
         """Count how many of ``want`` tokens may run now; a chunk ends on a page boundary, so its pages can be shared.
-        ``ends``: a prompt ends with them.
 
         Returns: ``want``, or fewer with (prefix_len + granted) a multiple of the page size (unless the whole step is
         smaller than a page), or 0.
         """
-        if want <= self._left or (ends and want <= self._left + self._lent):
+        if want <= self._left:
             return want
         return max(0, (prefix_len + self._left) // self._align * self._align - prefix_len)
 
     def spend(self, num_tokens: int) -> None:
-        if num_tokens > self._left:
-            self._left, self._used_lent, self._lent = self._left + self._lent, self._used_lent + self._lent, 0
         assert 0 < num_tokens <= self._left
         self._left -= num_tokens
 
@@ -118,7 +110,7 @@ class StepBudget:
 
     @property
     def empty(self) -> bool:
-        return self._left + self._lent <= 0
+        return self._left <= 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,25 +123,19 @@ class NextStep:
     in_flight: list[Req]  # requests that have their pages and may need more: running, or waiting for their K/V
     max_running: int
     running: Sequence[Req]  # of them, those that make a token in the same step
-    throttle: Throttle
+    waiting: WaitingQueue
     now_s: float
 
 
 def budget(step: NextStep) -> StepBudget:
     """Make the budget of a step: what it leaves to forced runs and prompts."""
-    return StepBudget(_prompt_tokens(step, 0), page_size=step.page_size)
+    num_tokens = prompt_tokens(step.chunk_size, len(step.running), page_size=step.page_size)
+    return StepBudget(num_tokens, page_size=step.page_size)
 
 
 def throttle(left: StepBudget, req: Req, step: NextStep) -> None:
-    """Leave ``req`` what it may have of a step, and lend it the part of those that are left out where it ends."""
+    """Leave ``req`` what it may have of a step."""
     left.lower(min(part(req, step) for part in PARTS))
-    num_out = step.throttle.num_left_out(step.running, req)
-    left.lend(_prompt_tokens(step, num_out) - _prompt_tokens(step, 0))
-
-
-def _prompt_tokens(step: NextStep, num_out: int) -> int:
-    """Count what the step leaves to prompts if ``num_out`` of its running requests make no token."""
-    return prompt_tokens(step.chunk_size, len(step.running) - num_out, page_size=step.page_size)
 
 
 def _of_its_class(req: Req, step: NextStep) -> float:
@@ -157,7 +143,10 @@ def _of_its_class(req: Req, step: NextStep) -> float:
 
 
 def _beside_a_tenant_below_its_share(req: Req, step: NextStep) -> float:
-    return max(step.throttle.most_len(req, step.now_s), step.chunk_size // 8, step.page_size)
+    if step.waiting.shares.precedence(req) is Precedence.FIRST:
+        return math.inf
+    most = step.waiting.shares.throttle.most_tokens(step.now_s, step.waiting.step_times)
+    return max(most - len(step.running), step.page_size)
 
 
 PARTS: tuple[Callable[[Req, NextStep], float], ...] = (_of_its_class, _beside_a_tenant_below_its_share)

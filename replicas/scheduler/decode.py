@@ -180,20 +180,6 @@ def take_slots(queues: Queues, kv: KvCache, ratio: NewTokenRatio, counters: Coun
     return gave_way, decode_rows(queues.running, kv)
 
 
-def leave_out(
-    ending: Sequence[Req], rows: DecodeRows | None, queues: Queues, kv: KvCache
-) -> tuple[list[Req], DecodeRows | None]:
-    """Leave running requests out of a step in which the prompts of ``ending`` end, and take their slots back; no table
-    write is due. Returns: those that run on, and their part of ``rows``."""
-    running = queues.running
-    left_out = queues.waiting.shares.throttle.leave_out(running, ending) if rows is not None else []
-    for req in left_out:
-        kv.cut(req)
-    gone = set(left_out)
-    stay = [req for req in running if req not in gone] if left_out else running
-    return stay, None if rows is None else rows.of(stay, running)
-
-
 def table_writes(kv: KvCache) -> TableWrites:
     """Take what is to be written into the ranks' tables before the next step."""
     writes = tuple(TableWrite(row, start, slots) for row, start, slots in kv.table.drain_writes())

@@ -32,7 +32,7 @@ it is aged. So places are counted over all that wait (`_put_behind`).
 import enum
 import math
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from random import Random
 from typing import NamedTuple
@@ -59,7 +59,7 @@ PeekPath = Callable[[TokenIds, str], list[int]]  # and what names the nodes of t
 # cut into pieces by turns; many, and a burst makes others wait (simulated: python -m benchmarks router tenants)
 QUANTUM = 8
 # both simulated: python -m benchmarks router tenants
-MOST_LEFT_OUT = 4  # steps in a row
+STEP_S = 0.25  # of steps beside a tenant below its share; shorter ones cost tokens (docs/log/2026-11-29-fair-shares.md)
 THROTTLE_S = 10.0  # after which a tenant that asks now and then is not expected any more
 # objectives (`bound_len`); simulated: docs/log/2026-11-29-orders.md
 LATEST, MORE = 3.0, 0.25
@@ -113,6 +113,8 @@ class StepTimes(NamedTuple):
 
     s_per_token: float = 0.0  # of prompts
     step_s: float = 0.0  # of a step that only decodes
+    token_s: float = 0.0  # of a new token, of a prompt or of an answer
+    shortest_s: float = 0.0  # of any step: no more than what is the same in all
 
 
 def set_rank(req: Req, config: SchedulerConfig) -> None:
@@ -173,7 +175,7 @@ class WaitingQueue(ReqQueue):
             super().add(req)
             return
         if self._order.by_objective:
-            own_len = req.num_tokens - self._cached_len(req)
+            own_len = self.uncached_len(req)
             if req.rank.bound.at_len == math.inf:
                 req.rank.bound = self._bound(req, mid_prompt_len, own_len)
             else:  # it was retracted, and has computed a part
@@ -307,7 +309,7 @@ class WaitingQueue(ReqQueue):
         entries[chunked].needed_s = entries[chunked].uncached_len * self.step_times.s_per_token
         if any(each.begun for each in entries.values()) or self._aged([*reqs, chunked], entries, now_s):
             return []
-        rank = {req: (req.level, req.rank.priority, self.shares.precedence(req)) for req in entries}
+        rank = {req: self.shares.rank(req) for req in entries}
         highest = max(rank[req] for req in reqs)
         firsts = [req for req in reqs if rank[req] == highest]
         able = in_time([entries[req] for req in (*firsts, chunked)])
@@ -331,12 +333,16 @@ class WaitingQueue(ReqQueue):
         by_place = sorted(range(len(rest)), key=places.__getitem__)
         self.long_masks = pending | {rest[at]: self.long_masks[rest[at]] for at in by_place}
 
+    def uncached_len(self, req: Req) -> int:
+        """Count the tokens of ``req`` to compute if it started now."""
+        return req.num_tokens - self._cached_len(req)
+
     def uncached_tokens(self) -> int:
         """Count the tokens to compute if every request started now; an upper bound where they are many."""
         reqs = self.counted
         if len(reqs) > self._rules.lpm_max_queue:
             return sum(req.num_tokens for req in reqs)
-        return sum(req.num_tokens - self._cached_len(req) for req in reqs)
+        return sum(map(self.uncached_len, reqs))
 
     def check(self) -> None:
         """Assert that what is counted is there."""
@@ -354,6 +360,30 @@ class Precedence(enum.IntEnum):
     NO_CREDIT = 0
     ABOVE_SHARE = 1  # it has credit, and several requests wait, with more than a quantum of prompts, cached or not
     FIRST = 2
+
+
+Rank = tuple[int, int, Precedence]  # of a request: the level of its class, its priority, and its tenant's
+
+
+def waits_out(rank: Rank, begun: Iterable[Rank]) -> bool:
+    """Whether the step in which requests of the ranks ``begun`` compute their prompts is to hold nothing of one of
+    ``rank``: one of a higher class, or one of no lower priority whose tenant goes before its own, would wait for it."""
+    level, priority, precedence = rank
+    return any(each[0] > level or (each[0] == level and each[1] >= priority and each[2] > precedence) for each in begun)
+
+
+Size = Callable[[Req], float]
+
+
+def beyond_share(reqs: Sequence[Req], size: Size, *, head: Req | None = None) -> dict[str, float]:
+    """Return by tenant how much of ``size`` its ``reqs`` have beyond its share, by weight, of what all have. ``head``:
+    counts with its weight too, and with nothing."""
+    weights = {req.asked.tenant: req.asked.weight for req in ([*reqs, head] if head is not None else reqs)}
+    held = dict.fromkeys(weights, 0.0)
+    for req in reqs:
+        held[req.asked.tenant] += size(req)
+    whole = sum(held.values()) / sum(weights.values()) if weights else 0.0
+    return {tenant: held[tenant] - whole * weight for tenant, weight in weights.items()}
 
 
 class TenantShares:
@@ -389,6 +419,11 @@ class TenantShares:
         num, num_tokens = self._waiting.pop(req.asked.tenant)
         if num > 1:
             self._waiting[req.asked.tenant] = num - 1, num_tokens - req.num_tokens
+
+    @property
+    def chunk_len(self) -> float:
+        """The most tokens of prompts in a step."""
+        return self._quantum / QUANTUM
 
     @property
     def several(self) -> bool:
@@ -428,22 +463,14 @@ class TenantShares:
         owes_more = precedence is Precedence.NO_CREDIT and self.credit(head.asked.tenant) > credit
         return head.rank.priority >= req.rank.priority and (owes_more or self.precedence(head) > precedence)
 
-    def waits_out(self, req: Req, begun: Iterable[Req]) -> bool:
-        """Whether the step in which ``begun`` compute their prompts is to hold nothing of ``req``: one of a higher
-        class, or one of no lower priority whose tenant goes before its own, would wait for it."""
-        precedence = self.precedence(req)
-
-        def goes_before(each: Req) -> bool:
-            if each.level != req.level:
-                return each.level > req.level
-            return each.rank.priority >= req.rank.priority and self.precedence(each) > precedence
-
-        return any(map(goes_before, begun))
+    def rank(self, req: Req) -> "Rank":
+        """Return what tells which requests ``req`` waits out."""
+        return req.level, req.rank.priority, self.precedence(req)
 
     def looks(self, now_s: float) -> None:
         """Count the time since the last look for those that others went before: another step is about to be planned."""
         waited = (req for req in self._passed if req.stamps.admitted_s is None)
-        for req in (*waited, *self.throttle.end_step()):
+        for req in (*waited, *self.throttle.left_out):
             if req.finish is None:
                 req.stamps.passed_s += now_s - self._looked_s
         self._looked_s = now_s
@@ -472,8 +499,7 @@ class TenantShares:
             self._passed = []
             return order
         self._refill()
-        one_of = {req.asked.tenant: req for req in order}
-        precedence = {tenant: self.precedence(req) for tenant, req in one_of.items()}
+        precedence = {tenant: self.precedence(req) for tenant, req in _one_of_each(order).items()}
         before, found = {req: at for at, req in enumerate(order)}, order
         for least in sorted(set(precedence.values()))[1:]:
             found = _put_behind(found, {tenant for tenant, each in precedence.items() if each < least})
@@ -510,58 +536,67 @@ def _put_behind(order: Sequence[Req], tenants: Container[str]) -> list[Req]:
 
 
 class Throttle:
-    """What steps leave out for the prompt of a tenant below its share: one that goes first, and has no other waiting.
+    """Bounds the steps of other tenants beside a tenant below its share: one that goes first, has no other waiting, and
+    runs no more requests than its share.
 
-    In the step in which it ends, running requests that wait it out make no token, and their part of the step is its
-    own if it ends with that. Until THROTTLE_S after it began, prompts of those that do not go first have no more of a
-    step than it had: its tenant may ask again.
+    While a request of such a tenant begins or runs, running requests that wait it out make a token by turns: as many a
+    step as keep that below STEP_S, or twice the shortest of late. If its prompt takes so long by itself, none of them
+    does; in the step after that, as many do as take a quarter. Until THROTTLE_S later, prompts of tenants that do not
+    go first have the rest of a step.
     """
 
     def __init__(self, shares: TenantShares) -> None:
         self._shares = shares
-        self._steps: list[list[Req]] = [[]]  # whom they left out: those in a row that left some, and the one under way
-        self._began: dict[str, tuple[int, float]] = {}  # by tenant, of its last such prompt: tokens, when; newest last
+        self._until_s = -math.inf
+        self.left_out: list[Req] = []  # running requests that make no token in the step under way
 
-    def end_step(self) -> list[Req]:
-        """Begin another step. Returns: those that were left out of the one before."""
-        left_out = self.left_out
-        self._steps = [*self._steps, []] if left_out else [[]]
-        return left_out
+    def most_tokens(self, now_s: float, times: StepTimes) -> float:
+        """Return how many tokens, of prompts and answers, a step may have."""
+        return _bounded_step(times) if now_s < self._until_s else math.inf
 
-    @property
-    def left_out(self) -> list[Req]:
-        """The running requests that make no token in the step under way."""
-        return self._steps[-1]
+    def leave_out(
+        self, running: Sequence[Req], begin: Sequence[Req], length: Callable[[Req], int], now_s: float, times: StepTimes
+    ) -> None:
+        """Choose which of ``running`` make no token in the next step: the last ones wait longest, and do.
 
-    def leave_out(self, running: Iterable[Req], ending: Iterable[Req]) -> list[Req]:
-        """Choose which of ``running`` make no token in the step in which the prompts of ``ending`` end."""
-        self._steps[-1] = self._waiting_out(running, ending)
-        return self.left_out
+        Args: begin: those whose prompts may be in it. length: tells how much of one is left.
+        """
+        shares, before, self.left_out = self._shares, set(self.left_out), []
+        most = _bounded_step(times)
+        if not shares.several or len(running) + shares.chunk_len <= most:
+            return
+        precedence = {tenant: shares.precedence(req) for tenant, req in _one_of_each(begin, running).items()}
+        beyond = beyond_share([req for req in running if not req.in_background], lambda req: 1.0)
+        firsts = {each for each, of in precedence.items() if of is Precedence.FIRST and beyond.get(each, 0.0) < 1e-9}
 
-    def num_left_out(self, running: Iterable[Req], req: Req) -> int:
-        """Count those of ``running`` that make no token in a step in which the prompt of ``req`` ends."""
-        return len(self._waiting_out(running, [req]))
+        def below_share(reqs: Iterable[Req]) -> Iterator[Req]:
+            able = (req for req in reqs if req.asked.tenant in firsts and not req.in_background)
+            return filter(shares.is_last, able)
 
-    def began(self, req: Req, num_tokens: int, now_s: float) -> None:
-        """Note that ``req`` begins, with ``num_tokens`` of its prompt to compute."""
-        if self._shares.several and self._is_below_share(req):
-            self._began = {tenant: each for tenant, each in self._began.items() if now_s - each[1] < THROTTLE_S}
-            self._began.pop(req.asked.tenant, None)
-            self._began[req.asked.tenant] = num_tokens, now_s
+        prompts = list(below_share(begin))
+        ranks = {(req.level, req.rank.priority, Precedence.FIRST) for req in (*prompts, *below_share(running))}
+        if not ranks:
+            return
+        self._until_s = now_s + THROTTLE_S
+        begin_len = 0.0
+        for req in prompts:
+            if begin_len < shares.chunk_len:  # no step holds more
+                begin_len = min(begin_len + length(req), shares.chunk_len)
+        if len(running) + begin_len <= most:
+            return
+        others = [
+            req for req in running if waits_out((req.level, req.rank.priority, precedence[req.asked.tenant]), ranks)
+        ]
+        left = most - (len(running) - len(others)) - begin_len
+        least = 0.0 if begin_len and not before.issuperset(others) else max(1.0, most / 4)
+        self.left_out = others[: len(others) - int(min(max(left, least), len(others)))]
 
-    def most_len(self, req: Req, now_s: float) -> float:
-        """Return how many prompt tokens a step may have in which ``req`` begins or goes on."""
-        if self._shares.precedence(req) is Precedence.FIRST:
-            return math.inf
-        others = (each for tenant, each in reversed(self._began.items()) if tenant != req.asked.tenant)
-        return next((num_tokens for num_tokens, at_s in others if now_s - at_s < THROTTLE_S), math.inf)
 
-    def _waiting_out(self, running: Iterable[Req], ending: Iterable[Req]) -> list[Req]:
-        if not self._shares.several or len(self._steps) > MOST_LEFT_OUT:
-            return []
-        below = [req for req in ending if self._is_below_share(req)]
-        return [req for req in running if self._shares.waits_out(req, below)] if below else []
+def _bounded_step(times: StepTimes) -> float:
+    """Count the tokens of a bounded step: half of it at least is theirs, and not what every step takes."""
+    return max(STEP_S, 2 * times.shortest_s) / times.token_s if times.token_s else math.inf
 
-    def _is_below_share(self, req: Req) -> bool:
-        shares = self._shares
-        return not req.in_background and shares.precedence(req) is Precedence.FIRST and shares.is_last(req)
+
+def _one_of_each(*reqs: Iterable[Req]) -> dict[str, Req]:
+    """Return a request of each tenant."""
+    return {req.asked.tenant: req for each in reqs for req in each}

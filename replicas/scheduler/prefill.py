@@ -39,6 +39,7 @@ from replicas.scheduler.budget import (
 )
 from replicas.scheduler.decode import DecodeRows, adapters_of, retract, sample_row
 from replicas.scheduler.plan import ExtendPlan, ExtendRow, PrefixGroup, Slots, TableWrites
+from replicas.scheduler.precedence import waits_out
 from replicas.scheduler.queues import Queues
 from replicas.scheduler.tokens import LONG_MASK_S, Counters
 from replicas.scheduler.victims import Need, victims
@@ -98,7 +99,7 @@ def next_prompts(
         in_flight=in_flight,
         max_running=max_running - num_handing_off,
         running=queues.running if config.mixed_steps else (),
-        throttle=queues.waiting.shares.throttle,
+        waiting=queues.waiting,
         now_s=now_s,
     )
     batch = next_batch(queues, kv, ratio, counters, step)
@@ -131,7 +132,7 @@ def next_batch(queues: Queues, kv: KvCache, ratio: NewTokenRatio, counters: Coun
     for req in order:
         if queues.prealloc.bars(req):
             refusal: Refusal | None = Refusal.OLDER_GRANT
-        elif shares.waits_out(req, batch.reqs[batch.num_forced :]):
+        elif waits_out(shares.rank(req), map(shares.rank, batch.reqs[batch.num_forced :])):
             refusal = Refusal.SHARE
         else:
             throttle(left, req, step)
@@ -142,7 +143,6 @@ def next_batch(queues: Queues, kv: KvCache, ratio: NewTokenRatio, counters: Coun
                 refusal = _start(batch, req, queues, kv, ratio, step, left)
         if refusal is None:
             num_begun += 1
-            shares.throttle.began(req, req.num_tokens - req.computed_len, now_s)
             batch.reserved += _still_needs(req, ratio)
             if req.stamps.admitted_s is None:  # once for each request, however often it is retracted
                 req.stamps.admitted_s = now_s
@@ -172,7 +172,7 @@ def _has_room(
     if refusal is Refusal.ADAPTER:
         found = victims(Need.ADAPTER, req, queues, kv)
     elif refusal in NO_ROOM and queues.chunked in (None, req):
-        could_begin = left.grant(req.num_tokens - req.computed_len, prefix_len=req.computed_len, ends=True) > 0
+        could_begin = left.grant(req.num_tokens - req.computed_len, prefix_len=req.computed_len) > 0
         found = victims(Need.ROOM, req, queues, kv) if could_begin else []
     for victim in found:
         retract(victim, queues, kv, counters)
@@ -260,7 +260,7 @@ def _extend(batch: ExtendBatch, req: Req, queues: Queues, kv: KvCache, left: Ste
     """Add the next chunk of ``req`` to the batch; False when budget or pages allow none."""
     start = req.computed_len
     want = wanted(req, page_size=kv.page_size, num_logits=batch.num_logits)
-    length = left.grant(want, prefix_len=start, ends=start + want == req.num_tokens)
+    length = left.grant(want, prefix_len=start)
     last = start + length == req.num_tokens
     if length == 0 or (batch.whole_only and not last):
         return False

@@ -185,12 +185,12 @@ class _Masks(Feature):
         return sum(req.guide.mask_s for req in queues.running if req.guide is not None) > self._most_s
 
     def applied(self, plan: StepPlan, reqs: Sequence[Req], tokens: Sequence[NewToken]) -> None:
-        """Charge what the masks took as the prompt tokens that would have been computed meanwhile."""
+        """Charge what the masks took as the tokens that would have been computed meanwhile."""
         waiting = self.queues.waiting
-        s_per_token = waiting.step_times.s_per_token
+        token_s = waiting.step_times.token_s
         for req, guide in ((token.req, token.req.guide) for token in tokens):
-            if guide is not None and s_per_token:
-                waiting.shares.charge(req, int(guide.mask_s / s_per_token))
+            if guide is not None and token_s:
+                waiting.shares.charge(req, int(guide.mask_s / token_s))
 
 
 def _begun(req: Req, *, first: bool) -> Iterator[tuple[Req, Finish]]:
@@ -357,16 +357,43 @@ def give_way(
     if queues.prealloc.short is not None:
         take_from(Need.ROOM, [queues.prealloc.short])
     heads = list(could_begin(shares.heads(queues.waiting.counted))) if shares.several else []
-    full = len(queues.holding) >= max_running
+    full, freed = len(queues.holding) >= max_running, list[Req]()
     if full or last.is_short:
-        for victim in take_from(Need.PLACE if full else Need.PAGES, heads):
+        freed = take_from(Need.PLACE if full else Need.PAGES, heads)
+        for victim in freed:
             shares.spend(victim)
     if chunked is not None:
         take_from(Need.STEP, itertools.islice(could_begin(higher), 1))
         take_from(Need.TURN, heads)
+    begun = queues.chunked
+    begin = [] if begun is None else [begun]
+    begin += [
+        head for head in heads
+        if freed or not (full or last.refusals.get((head.rid, head.index)) is Refusal.MEMORY)
+    ]  # fmt: skip
+    shares.throttle.leave_out(
+        queues.running, begin, lambda req: req.extend_len if req is begun else queues.waiting.uncached_len(req),
+        now_s, queues.waiting.step_times,
+    )  # fmt: skip
+    if shares.throttle.left_out:
+        left_out = set(shares.throttle.left_out)
+        queues.paused += [req for req in queues.running if req in left_out]
+        queues.running = [req for req in queues.running if req not in left_out]
     if queues.chunked is not None:
         first = could_begin(queues.waiting.in_time_before(queues.chunked, now_s))
         take_from(Need.TIME, (req for req in first if begins_at_once(req, queues, kv, now_s)))
+
+
+def resume(queues: Queues) -> bool:
+    """Take those that were left out of the next step into it after all, where it would be empty. Returns: whether any
+    was: no prompt began that they were to make room for."""
+    throttle = queues.waiting.shares.throttle
+    if queues.running or not throttle.left_out:
+        return False
+    queues.running = [req for req in throttle.left_out if req in queues.paused]
+    queues.paused = [req for req in queues.paused if req not in queues.running]
+    throttle.left_out = []
+    return True
 
 
 def begins_at_once(req: Req, queues: Queues, kv: KvCache, now_s: float) -> bool:

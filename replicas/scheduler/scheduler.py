@@ -29,7 +29,6 @@ from replicas.scheduler.decode import (
     SharedPrefixes,
     decode_plan,
     decode_rows,
-    leave_out,
     plan_ahead,
     prompt_groups,
     table_writes,
@@ -39,7 +38,16 @@ from replicas.scheduler.plan import DecodePlan, PrefixGroup, StepPlan, StepResul
 from replicas.scheduler.precedence import QueueRules, WaitingQueue, set_rank
 from replicas.scheduler.prefill import ExtendBatch, extend_plan, next_prompts
 from replicas.scheduler.queues import Queues
-from replicas.scheduler.rounds import FEATURES, Deadlines, Feature, LastRound, deadline_passed, give_way, starved
+from replicas.scheduler.rounds import (
+    FEATURES,
+    Deadlines,
+    Feature,
+    LastRound,
+    deadline_passed,
+    give_way,
+    resume,
+    starved,
+)
 from replicas.scheduler.tokens import (
     COUNTERS,
     ENDS,
@@ -158,14 +166,11 @@ class Scheduler:
         if batch.rows:
             self.last.made_progress = True
             writes = table_writes(self.kv)
-            prompts = zip(batch.reqs[batch.num_forced :], batch.rows[batch.num_forced :], strict=True)
-            ending = [req for req, row in prompts if row.sample]
-            running, decode = leave_out(ending, decode, queues, self.kv)
-            groups = self._groups(running, first=len(batch.rows)) if decode is not None else ()
-            queues.under_way.begin([*batch.reqs, *(running if decode is not None else ())])
+            groups = self._groups(queues.running, first=len(batch.rows)) if decode is not None else ()
+            queues.under_way.begin([*batch.reqs, *(queues.running if decode is not None else ())])
             of_prompts = prompt_groups(batch.reqs) if self._config.cascade else ()
-            return extend_plan(batch, running, decode, writes, groups, of_prompts)
-        if not mixed:
+            return extend_plan(batch, queues.running, decode, writes, groups, of_prompts)
+        if resume(queues) or not mixed:
             gave_way, decode = take_slots(*slots)
         if decode is None:
             if not queues.paused:

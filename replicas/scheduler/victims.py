@@ -9,10 +9,11 @@ Thread:    scheduler thread only.
 """
 
 import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from replicas.cache.kv import KvCache
 from replicas.request import Req, below
+from replicas.scheduler.precedence import beyond_share
 from replicas.scheduler.queues import Queues
 
 
@@ -105,20 +106,6 @@ def _the_one_that_others_need_least(need: Need, req: Req, queues: Queues, kv: Kv
 def retracted_first(req: Req) -> tuple[int, int, int]:
     """Lowest priority, then least output, then longest prompt (SPEC F11)."""
     return (req.rank.priority, req.num_output, -req.prompt_len)
-
-
-Size = Callable[[Req], float]
-
-
-def beyond_share(reqs: Sequence[Req], size: Size, *, head: Req | None = None) -> dict[str, float]:
-    """Return by tenant how much of ``size`` its ``reqs`` have beyond its share, by weight, of what all have. ``head``:
-    counts with its weight too, and with nothing."""
-    weights = {req.asked.tenant: req.asked.weight for req in ([*reqs, head] if head is not None else reqs)}
-    held = dict.fromkeys(weights, 0.0)
-    for req in reqs:
-        held[req.asked.tenant] += size(req)
-    whole = sum(held.values()) / sum(weights.values()) if weights else 0.0
-    return {tenant: held[tenant] - whole * weight for tenant, weight in weights.items()}
 
 
 REASONS: dict[Need, tuple[Reason, ...]] = {

@@ -9,10 +9,12 @@ from tests.harness import Clock
 def test_a_mixed_step_counts_its_prompt_tokens_over_all_of_its_time() -> None:
     """That is how fast a queue drains beside what runs: 248 tokens in 0.25 s, whatever the 8 other rows took of it."""
     clock = StepClock(chunk_size=512)
-    clock.record(0.25, 248, is_extend=True, is_mixed=True)
+    clock.record(0.25, 248, is_extend=True, num_decode=8)
     assert clock.prefill_tokens_per_s == pytest.approx(992)
     assert (clock.num_extend, clock.num_mixed, clock.num_decode) == (1, 1, 0)
     assert (clock.extend_s, clock.decode_step_s) == (0.25, 0.0)
+    clock.record(0.006, 0, is_extend=False, num_decode=8)
+    assert clock.token_s == pytest.approx(0.256 / 264)
 
 
 def test_a_short_prompt_that_shares_its_step_with_many_moves_the_rate_by_its_length() -> None:
@@ -20,16 +22,16 @@ def test_a_short_prompt_that_shares_its_step_with_many_moves_the_rate_by_its_len
     clock = StepClock(chunk_size=512)
     for _ in range(5):
         clock.record(0.5, 512, is_extend=True)
-    clock.record(0.25, 64, is_extend=True, is_mixed=True)
+    clock.record(0.25, 64, is_extend=True, num_decode=8)
     assert clock.prefill_tokens_per_s == pytest.approx(422.4 / 0.45)
-    clock.record(0.2, 63, is_extend=True, is_mixed=True)  # too short to say anything
+    clock.record(0.2, 63, is_extend=True, num_decode=8)  # too short to say anything
     assert clock.prefill_tokens_per_s == pytest.approx(422.4 / 0.45)
 
 
 def test_steps_that_only_decode_give_the_time_between_tokens() -> None:
     clock = StepClock(chunk_size=512)
     clock.record(0.02, 0, is_extend=False)
-    clock.record(0.25, 248, is_extend=True, is_mixed=True)
+    clock.record(0.25, 248, is_extend=True, num_decode=8)
     clock.record(0.03, 0, is_extend=False)
     assert clock.decode_step_s == pytest.approx(0.025)
     assert clock.prefill_tokens_per_s == pytest.approx(992)
@@ -39,7 +41,7 @@ def test_a_step_in_which_drafts_came_true_made_several_tokens_of_a_request() -> 
     clock = StepClock(chunk_size=512)
     assert clock.tokens_per_step == 1.0
     clock.record(0.02, 0, is_extend=False, tokens_each=6.0)
-    clock.record(0.25, 248, is_extend=True, is_mixed=True)
+    clock.record(0.25, 248, is_extend=True, num_decode=8)
     assert clock.tokens_per_step == pytest.approx(2.0)
     clock.record(0.02, 0, is_extend=False)
     assert clock.tokens_per_step == pytest.approx(1.8)
@@ -62,9 +64,9 @@ def test_the_longest_recent_step_is_remembered_for_each_kind() -> None:
 def test_chunks_too_small_for_a_full_step_still_give_a_rate() -> None:
     """Of chunks of 128 tokens a step beside others has 32 to 64 for prompts, however long they are."""
     clock = StepClock(chunk_size=128)
-    clock.record(0.1, 63, is_extend=True, is_mixed=True)
+    clock.record(0.1, 63, is_extend=True, num_decode=8)
     assert clock.prefill_tokens_per_s == pytest.approx(630)
-    clock.record(0.1, 31, is_extend=True, is_mixed=True)  # a short prompt, or the end of one
+    clock.record(0.1, 31, is_extend=True, num_decode=8)  # a short prompt, or the end of one
     assert clock.prefill_tokens_per_s == pytest.approx(630)
 
 
@@ -92,6 +94,16 @@ def test_a_step_far_longer_than_the_recent_ones_counts_as_four_times_their_media
     assert clock.decode_step_s == pytest.approx(0.028 * 1.6)
     assert clock.prefill_tokens_per_s == pytest.approx(512 / 0.8)
     assert clock.longest_s == 50.0  # such steps exist: nothing that takes 50 s is hung
+
+
+def test_what_a_token_took_of_late_hardly_shows_a_step_far_longer_than_the_others() -> None:
+    """12 s count as 4 times 0.02 s: else steps beside a light tenant were short for 32 more."""
+    clock = StepClock(chunk_size=512)
+    for _ in range(9):
+        clock.record(0.02, 0, is_extend=False, num_decode=10)
+    clock.record(12.0, 0, is_extend=False, num_decode=10)
+    assert clock.token_s == pytest.approx((9 * 0.02 + 0.08) / 100)
+    assert (clock.shortest_s, clock.longest_s) == (0.02, 12.0)
 
 
 def test_an_engine_that_has_become_slower_is_believed_after_some_steps() -> None:

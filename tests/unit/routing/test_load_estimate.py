@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from routing.load import FADE_HALF_S, FRESH_S, RATE_FADE_HALF_S, RATE_FRESH_S, Load, LoadEstimate, smooth
@@ -59,6 +60,84 @@ def test_of_a_queue_that_is_others_only_what_was_the_ended_request_s_goes() -> N
     made.report(view("a", num_waiting=4, queued_uncached_tokens=8_000))
     made.end(0, begun=False)
     assert at(made, 0.0).queued_tokens.tolist() == [7_000.0]
+
+
+HEAVY, LIGHT, WEIGHTY = ("heavy", 1.0), ("light", 1.0), ("weighty", 3.0)
+
+
+def test_of_a_queue_a_tenant_waits_for_its_own_and_for_as_much_of_each_other_tenant_by_weight() -> None:
+    """8,000 tokens of the heavy one, 600 of the weighty one, and 100 own before 50 more: 150 + 450 + 100."""
+    made = load(view("a", -2.0), view("b", -2.0))
+    for number in range(8):
+        made.send("a", number=number, uncached_tokens=1_000, now_s=-1.0, tenant=HEAVY)
+    made.send("a", number=8, uncached_tokens=600, now_s=-1.0, tenant=WEIGHTY)
+    made.send("a", number=9, uncached_tokens=100, now_s=-1.0, tenant=LIGHT)
+    for replica_id, queued in (("a", 8_700), ("b", 500)):
+        made.report(view(replica_id, num_waiting=10, queued_uncached_tokens=queued, late_uncached_tokens=queued))
+
+    def left(tenant: tuple[str, float], waits: tuple[int, ...] = ()) -> list[list[float]]:
+        found = at(made, 0.0)
+        made.shared(found, made.eligible(), tenant, np.array([50, 50]), waits)
+        return [found.queued_tokens.tolist(), found.late_tokens.tolist()]
+
+    assert left(LIGHT) == [[700.0, 500.0], [100.0, 500.0]]  # of whom b's queue is this router does not know
+    assert left(LIGHT, (9,)) == [[pytest.approx(200 * 8_700 / 8_600), 500.0], [0.0, 500.0]]
+    assert left(HEAVY) == [[8_700.0, 500.0], [8_000.0, 500.0]]
+    made.note(8, begun=True)
+    assert left(LIGHT) == [[pytest.approx(250 * 8_700 / 8_100), 500.0], [100.0, 500.0]]
+    for number in range(8):
+        made.end(number, begun=False)
+    made.check()
+
+
+def seen(made: Load, tenant: tuple[str, float]) -> LoadEstimate:
+    found = at(made, 0.0)
+    made.shared(found, made.eligible(), tenant, np.array([100]), ())
+    return found
+
+
+def test_where_nothing_is_queued_a_request_meets_all_of_what_its_replica_is_short_of() -> None:
+    made = load(view("a"))
+    made.send("a", number=0, uncached_tokens=1_000, now_s=-1.0, tenant=HEAVY)
+    made.report(view("a", num_running=1))
+    found = seen(made, LIGHT)
+    assert (found.queued_tokens.tolist(), found.share.tolist()) == ([0.0], [1.0])
+
+
+def test_decode_legs_of_another_tenant_take_nothing_from_the_queue_of_which_nothing_is_known() -> None:
+    made = load(view("a", num_waiting=4, queued_uncached_tokens=4_000, late_uncached_tokens=4_000))
+    made.send("a", number=0, uncached_tokens=0, now_s=-1.0, tenant=HEAVY)
+    made.send("a", number=1, uncached_tokens=100, now_s=-1.0, tenant=LIGHT)
+    found = seen(made, LIGHT)
+    assert (found.queued_tokens.tolist(), found.late_tokens.tolist()) == ([4_000.0], [4_000.0])
+    assert (found.num_waiting.tolist(), found.share.tolist()) == ([4.0], [1.0])
+
+
+def test_a_tenant_is_the_same_one_after_its_weight_has_changed() -> None:
+    """1,000 own tokens all count; of the weighty one, as many by its newest weight: 2 x (1,000 + 100)."""
+    made = load(view("a", -2.0))
+    made.send("a", number=0, uncached_tokens=1_000, now_s=-1.0, tenant=("light", 5.0))
+    for number, weight in ((1, 3.0), (2, 2.0)):
+        made.send("a", number=number, uncached_tokens=3_000, now_s=-1.0, tenant=("weighty", weight))
+    made.report(view("a", num_waiting=3, queued_uncached_tokens=7_000))
+    assert seen(made, LIGHT).queued_tokens.tolist() == [3_200.0]
+    made.forget("a")
+    made.check()
+
+
+def test_tenants_are_told_apart_at_replicas_that_join_and_leave() -> None:
+    made = load(*(view(f"r{number}", -2.0) for number in range(8)))
+    made.send("r7", number=0, uncached_tokens=1_000, now_s=-1.0, tenant=HEAVY)
+    made.join([view("new", -2.0)])
+    made.send("new", number=1, uncached_tokens=2_000, now_s=-1.0, tenant=HEAVY)
+    made.forget("r7")
+    for replica_id in ("r0", "new"):
+        made.report(view(replica_id, num_waiting=2, queued_uncached_tokens=2_000))
+    found = at(made, 0.0)
+    made.shared(found, made.eligible(), LIGHT, np.full(8, 100), ())
+    assert dict(zip((each.replica_id for each in made.eligible().views), found.queued_tokens, strict=True)) == {
+        "new": 100.0, "r0": 2_000.0, **{f"r{number}": 0.0 for number in range(1, 7)},
+    }  # fmt: skip
 
 
 def test_a_report_that_comes_too_late_to_be_taken_changes_nothing_of_it() -> None:

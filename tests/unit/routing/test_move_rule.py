@@ -31,11 +31,11 @@ class Fleet:
         )  # fmt: skip
         self.router.report(view)
 
-    def send(self, num_tokens: int = 1_000, *, session: str = "", key: str = "") -> Waiting:
+    def send(self, num_tokens: int = 1_000, *, session: str = "", key: str = "", tenant: str = "") -> Waiting:
         """A request whose prompt no other shares, at the replica that the router chooses."""
         number = len(self.waiting)
         prompt = np.full(num_tokens, number, dtype=np.int32)
-        query = RouteQuery(rid=str(number), token_ids=prompt, session_id=session)
+        query = RouteQuery(rid=str(number), token_ids=prompt, session_id=session, tenant=tenant)
         decision = self.router.choose(query)
         self.waiting.append(Waiting(query=query, decision=decision, arrived_s=self.now_s, key=key))
         self.now_s += 0.001
@@ -220,3 +220,19 @@ def test_both_legs_of_a_pair_move_together() -> None:
     for rest in fleet.look([]):
         fleet.router.done(rest.decision, CANCELLED)
     fleet.router.check()
+
+
+def test_prompts_of_a_tenant_go_where_fewer_of_its_own_wait_however_long_the_queue_of_another_is() -> None:
+    """Of 20 s and 22 s of a flood a light tenant waits for as much as it has itself, so its prompts are spread."""
+    fleet = Fleet()
+    fleet.report("a")
+    fleet.report("b")
+    for _ in range(40):
+        fleet.send(tenant="heavy")
+    fleet.now_s = 2.0
+    fleet.report("a", queued=20_000, waiting=20)
+    fleet.report("b", queued=22_000, waiting=22)
+    light = [fleet.send(100, tenant=f"light {at}").decision for at in range(4)]
+    assert [each.replica_id for each in light].count("a") == 2
+    assert max(each.predicted_ttft_s for each in light) < 1.0
+    assert fleet.send(100, tenant="heavy").decision.predicted_ttft_s > 15.0

@@ -159,11 +159,11 @@ def test_one_that_is_paused_keeps_its_place_can_be_retracted_and_can_end() -> No
     bench.kv.check_idle()
 
 
-def test_the_seconds_of_a_mask_are_charged_as_the_prompt_tokens_of_that_time() -> None:
+def test_the_seconds_of_a_mask_are_charged_as_the_tokens_of_that_time() -> None:
     bench, _, _, _ = beside_one_that_is_free()
     waiting = bench.scheduler.queues.waiting
     masked = bench.submit([9, 9], max_new_tokens=4, tenant="masked")
-    masked.guide, waiting.step_times = Slow(), StepTimes(s_per_token=0.001)
+    masked.guide, waiting.step_times = Slow(), StepTimes(token_s=0.001)
     masked.guide.is_there = True
     before = waiting.shares.credit("masked")
     bench.step()

@@ -135,19 +135,6 @@ def test_a_part_of_a_prompt_ends_on_a_page_boundary() -> None:
     assert budget.empty
 
 
-def test_what_is_lent_goes_once_and_only_to_a_prompt_that_ends() -> None:
-    budget = StepBudget(16, page_size=16)
-    budget.lend(16)
-    assert budget.grant(20, prefix_len=0) == 16
-    assert budget.grant(20, prefix_len=0, ends=True) == 20
-    budget.spend(20)
-    budget.lend(16)
-    assert [budget.grant(want, prefix_len=20, ends=True) for want in (12, 13)] == [12, 12]
-    budget.spend(12)
-    budget.lend(0)
-    assert budget.empty
-
-
 def test_a_step_smaller_than_a_page_still_makes_progress() -> None:
     assert StepBudget(5, page_size=16).grant(100, prefix_len=3) == 5
 

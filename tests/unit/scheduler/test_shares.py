@@ -1,17 +1,17 @@
 """Shares: several tenants on one engine. The device is a fake whose output depends on every slot it reads."""
 
+import math
 from collections.abc import Sequence
-from math import inf
 from random import Random
 
 import pytest
 
 from replicas.request import Req, ReqState
-from replicas.scheduler.plan import ExtendPlan
-from replicas.scheduler.precedence import MOST_LEFT_OUT, QUANTUM, THROTTLE_S, TenantShares
+from replicas.scheduler.plan import DecodePlan, ExtendPlan
+from replicas.scheduler.precedence import QUANTUM, STEP_S, THROTTLE_S, StepTimes, TenantShares
 from replicas.scheduler.prefill import Refusal
 from replicas.scheduler.victims import Need, victims
-from replicas.types import GenerateRequest
+from replicas.types import Finish, FinishReason, GenerateRequest
 from tests.fakes import continuation
 from tests.harness import Bench, choice_of
 
@@ -105,9 +105,15 @@ def test_a_flood_does_not_use_up_its_first_credit_before_others_but_a_burst_of_a
         bench.run()
 
 
+def bounded(bench: Bench, num_tokens: int) -> Bench:
+    """Have the steps of ``bench`` take as long per token as allows so many in a bounded step."""
+    bench.scheduler.queues.waiting.step_times = StepTimes(token_s=STEP_S / num_tokens)
+    return bench
+
+
 def test_beside_the_first_credit_of_a_flood_steps_ease_too_and_its_prompts_give_way() -> None:
-    bench = wide()
-    for number in range(60):
+    bench = bounded(wide(), 10)
+    for number in range(16):
         bench.submit(prompt(number, 60), tenant="heavy", cache_salt="heavy", max_new_tokens=40)
     shares = bench.scheduler.queues.waiting.shares
     while len(bench.scheduler.queues.running) < 3 or bench.scheduler.queues.chunked is None:
@@ -277,11 +283,11 @@ def out_of_credit(bench: Bench, *, max_new_tokens: int = 60) -> None:
 
 
 def test_running_requests_without_credit_make_no_token_in_the_step_in_which_a_lighter_tenant_begins() -> None:
-    bench = Bench(max_running=64, num_pages=2048, chunked_prefill_size=64)
+    bench = bounded(Bench(max_running=64, num_pages=2048, chunked_prefill_size=64), 40)
     out_of_credit(bench)
     running = [*bench.scheduler.queues.running]
     made = [req.num_output for req in running]
-    light = bench.submit(prompt(500), tenant="light", cache_salt="light")
+    light = bench.submit(prompt(500, 40), tenant="light", cache_salt="light")
     plan = bench.step()
     assert isinstance(plan, ExtendPlan)
     assert (len(plan.rows), plan.num_decode, light.num_output) == (1, 0, 1)
@@ -295,22 +301,22 @@ def test_running_requests_without_credit_make_no_token_in_the_step_in_which_a_li
     bench.run()
 
 
-def test_no_request_is_left_out_of_more_than_a_few_steps_in_a_row() -> None:
-    bench = Bench(max_running=64, num_pages=2048)
+def test_running_requests_are_left_out_of_no_two_steps_in_a_row() -> None:
+    bench = bounded(Bench(max_running=64, num_pages=2048), 1)
     out_of_credit(bench)
     made = list[bool]()
-    for number in range(3 * (MOST_LEFT_OUT + 1)):
+    for number in range(6):
         bench.submit([1000 * (500 + number)], tenant="light", cache_salt="light", max_new_tokens=1)
         plan = bench.step()
         assert isinstance(plan, ExtendPlan)
         made.append(plan.num_decode > 0)
-    assert made == ([False] * MOST_LEFT_OUT + [True]) * 3
+    assert made == [False, True] * 3
     bench.run()
 
 
 def test_no_step_is_planned_ahead_behind_one_that_leaves_a_request_out() -> None:
     """Else one whose last token is due would be left out of that too, and of those behind it."""
-    bench = Bench(context_len=400, num_pages=256)
+    bench = bounded(Bench(context_len=400, num_pages=256), 4)
     heavy = bench.submit(prompt(1), tenant="heavy", max_new_tokens=150)
     while heavy.max_remaining > 5:
         bench.step()
@@ -330,7 +336,7 @@ def test_no_step_is_planned_ahead_behind_one_that_leaves_a_request_out() -> None
 
 def test_where_two_tenants_flood_neither_is_left_out() -> None:
     """What one gains so the other loses, and steps of few requests make fewer tokens."""
-    bench = Bench(max_running=64, num_pages=2048)
+    bench = bounded(Bench(max_running=64, num_pages=2048), 4)
     for tenant, first in (("one", 0), ("two", 100)):
         flood(bench, 60, tenant, first=first, max_new_tokens=20)
     for _ in range(40):
@@ -342,8 +348,8 @@ def test_where_two_tenants_flood_neither_is_left_out() -> None:
     bench.run()
 
 
-def test_for_a_while_a_step_of_a_tenant_without_credit_has_no_more_of_prompts_than_what_began_beside_it() -> None:
-    bench = Bench(max_running=64, num_pages=2048, context_len=800, chunked_prefill_size=64)
+def test_beside_a_lighter_tenant_and_for_a_while_after_it_prompts_of_others_get_the_rest_of_a_bounded_step() -> None:
+    bench = bounded(Bench(max_running=64, num_pages=2048, context_len=800, chunked_prefill_size=64), 12)
     out_of_credit(bench, max_new_tokens=2)
     for number in range(12):
         bench.submit(prompt(100 + number, 100), tenant="heavy", cache_salt="heavy", max_new_tokens=2)
@@ -354,18 +360,167 @@ def test_for_a_while_a_step_of_a_tenant_without_credit_has_no_more_of_prompts_th
         return max(plan.num_prompt_tokens for plan in plans if isinstance(plan, ExtendPlan))
 
     assert longest() > 20
-    for length, most in ((20, 20), (4, 8), (200, 64)):  # an eighth of the chunk at least
-        light = bench.submit(prompt(500 + length, length), tenant="light", cache_salt="light", max_new_tokens=1)
-        while light.finish is None:
-            bench.step()
-        assert most / 2 < longest() <= most
-    bench.submit(prompt(600, 4), tenant="light", cache_salt="light", max_new_tokens=1)
-    bench.clock.now_s += THROTTLE_S
+    light = bench.submit(prompt(500, 4), tenant="light", cache_salt="light", max_new_tokens=5)
     bench.step()
-    assert longest() <= 8
+    assert (light.num_output, longest()) == (1, 8)  # 12 but for its row, and the chunk ends with a page
+    while light.finish is None:
+        bench.step()
+    assert longest() == 12
     bench.clock.now_s += THROTTLE_S
     assert longest() > 20
     bench.run()
+
+
+def test_beside_a_lighter_tenants_answer_running_requests_of_a_flood_take_turns() -> None:
+    """5 rows a step, of which one is the light one's: the others get 4 in turn, those that waited longest first."""
+    bench = bounded(Bench(max_running=64, num_pages=2048, chunked_prefill_size=64), 5)
+    out_of_credit(bench)
+    queues = bench.scheduler.queues
+    light = bench.submit(prompt(500, 5), tenant="light", cache_salt="light", max_new_tokens=60)
+    bench.step()
+    heavy = [req for req in queues.decoding if req is not light]
+    made = {req: req.num_output for req in heavy}
+    assert len(heavy) >= 8
+    num_steps = 2 * len(heavy)
+    for _ in range(num_steps):
+        plan = bench.step()
+        assert (plan.num_decode if isinstance(plan, ExtendPlan) else len(plan.rows)) == 5  # type: ignore[union-attr]
+        assert bench.scheduler.schedule_ahead() is None
+    assert light.num_output == 1 + num_steps
+    turns = [req.num_output - made[req] for req in heavy]
+    assert min(turns) > 0
+    assert max(turns) - min(turns) <= 1
+    bench.run()
+
+
+def test_a_prompt_counts_for_no_more_than_a_step_can_hold() -> None:
+    """Of 100 tokens a chunk of 64 leaves room for every row, however long the rest of the prompt is."""
+    bench = bounded(wide(), 100)
+    out_of_credit(bench, max_new_tokens=200)
+    running = len(bench.scheduler.queues.running)
+    assert 8 <= running <= 36
+    light = bench.submit(prompt(500, 700), tenant="light", cache_salt="light")
+    for _ in range(4):
+        bench.step()
+        assert not bench.scheduler.queues.paused
+    assert light.computed_len > 0
+
+
+def test_who_waits_for_a_place_leaves_none_out_whose_end_it_waits_for() -> None:
+    """Both places belong to the heavy one, by its weight. One of its requests no step leaves out, for its priority."""
+    bench = bounded(Bench(max_running=2, num_pages=256, priorities="on"), 1)
+    for priority, max_new_tokens in ((1, 100), (0, 50)):
+        flood(bench, 1, "heavy", first=priority, max_new_tokens=max_new_tokens, weight=3.0, priority=priority)
+    while len(bench.scheduler.queues.running) < 2:
+        bench.step()
+    shares = bench.scheduler.queues.waiting.shares
+    light = bench.submit(prompt(500), tenant="light", cache_salt="light", max_new_tokens=1)
+    shares.charge(bench.reqs[0], 10_000)
+    assert shares.credit("heavy") < 0.0
+    for num in range(bench.reqs[1].num_output + 1, 20):
+        assert bench.step() is not None
+        assert bench.scheduler.last.refusals == {(light.rid, 0): Refusal.RUNNING_LIMIT}
+        assert bench.reqs[1].num_output == num
+    while light.state is ReqState.WAITING:
+        assert bench.step() is not None
+        assert bench.scheduler.last.made_progress
+    assert not any(req.num_retractions for req in bench.reqs)
+    bench.run()
+
+
+def test_who_finds_no_memory_leaves_none_out_whose_end_it_waits_for() -> None:
+    bench = bounded(Bench(num_pages=16, max_running=8, new_token_ratio=1.0, min_new_token_ratio=1.0), 1)
+    flood(bench, 1, "heavy", max_new_tokens=40, weight=9.0)
+    bench.step()
+    light = bench.submit(prompt(500), tenant="light", cache_salt="light", max_new_tokens=20)
+    bench.scheduler.queues.waiting.shares.charge(bench.reqs[0], 10_000)
+    bench.step()
+    assert bench.scheduler.last.refusals == {(light.rid, light.index): Refusal.MEMORY}
+    for _ in range(4):
+        assert bench.step() is not None
+        assert not bench.scheduler.queues.paused
+    assert light.state is ReqState.WAITING
+
+
+def test_no_step_is_empty_where_the_prompt_that_others_made_room_for_does_not_begin(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bench = bounded(Bench(max_running=64, num_pages=2048), 1)
+    out_of_credit(bench)
+    for req in list(bench.scheduler.queues.waiting):
+        bench.scheduler.finish(req, Finish(reason=FinishReason.ABORT))
+    while bench.scheduler.queues.chunked is not None:
+        bench.step()
+    running = len(bench.scheduler.queues.running)
+    light = bench.submit(prompt(500), tenant="light", cache_salt="light")
+    monkeypatch.setattr(bench.kv, "store_tier", OneWaits(light))
+    plan = bench.step()
+    assert isinstance(plan, DecodePlan)
+    assert len(plan.rows) == running > 1
+    assert not bench.scheduler.queues.paused
+
+
+def light_and_heavy(num_light: int, num_heavy: int) -> tuple[TenantShares, list[Req], list[Req]]:
+    """Requests that run, of a tenant with credit and of one without."""
+    shares = TenantShares(QUANTUM * CHUNK)
+    found = [[choice_of(f"{of} {at}", [1], tenant=of) for at in range(num)]
+             for of, num in (("light", num_light), ("heavy", num_heavy))]  # fmt: skip
+    for req in (*found[0], *found[1]):
+        shares.opens(req)
+        req.state = ReqState.RUNNING
+    shares._credits = {"heavy": -1.0}
+    return shares, found[0], found[1]
+
+
+def left_out(shares: TenantShares, running: list[Req], begin: Sequence[Req] = (), *, most: float = 4) -> list[Req]:
+    shares.throttle.leave_out(running, begin, lambda req: req.num_tokens, 0.0, StepTimes(token_s=STEP_S / most))
+    return shares.throttle.left_out
+
+
+def test_no_tenant_that_runs_more_than_its_share_is_light() -> None:
+    shares, light, heavy = light_and_heavy(3, 4)
+    assert left_out(shares, [*light, *heavy]) == heavy[:3]
+    shares, light, heavy = light_and_heavy(5, 4)
+    assert left_out(shares, [*light, *heavy]) == []
+    assert shares.throttle.most_tokens(0.0, StepTimes(token_s=1.0)) == math.inf
+
+
+def test_the_tenants_of_many_rows_are_looked_at_once_and_not_at_all_where_steps_are_short(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shares, light, heavy = light_and_heavy(20, 200)
+    asked, precedence = list[str](), shares.precedence
+    monkeypatch.setattr(
+        TenantShares, "precedence", lambda self, req: (asked.append(req.asked.tenant), precedence(req))[1]
+    )
+    assert len(left_out(shares, [*light, *heavy], most=100)) == 120
+    assert sorted(asked) == ["heavy", "light"]
+    asked.clear()
+    assert left_out(shares, [*light, *heavy], most=math.inf) == []
+    assert left_out(shares, [*light, *heavy], most=220 + CHUNK) == []
+    assert asked == []
+
+
+def test_of_waiting_heads_only_those_below_their_share_are_looked_up_in_the_cache() -> None:
+    shares, _, heavy = light_and_heavy(0, 8)
+    heads = [choice_of(f"head {of}", [1] * 5, tenant=of) for of in ("heavy", *"abcdef")]
+    for req in heads:
+        shares.opens(req)
+        shares.waits(req)
+    looked = list[Req]()
+    shares.throttle.leave_out(
+        heavy, heads, lambda req: (looked.append(req), 5)[1], 0.0, StepTimes(token_s=STEP_S / 4)
+    )
+    assert looked == heads[1:5]  # which fill a step
+    assert shares.throttle.left_out == heavy
+
+
+def test_a_bounded_step_is_no_shorter_than_twice_what_every_step_takes() -> None:
+    shares, light, heavy = light_and_heavy(1, 20)
+    for shortest_s, most in ((0.0, 5), (STEP_S, 10)):
+        times = StepTimes(token_s=STEP_S / 5, shortest_s=shortest_s)
+        shares.throttle.leave_out([*light, *heavy], [], len, 0.0, times)  # type: ignore[arg-type]
+        assert len(shares.throttle.left_out) == 21 - most
 
 
 def lengths(bench: Bench, *, own: int = 0, line: int = 0) -> list[int]:
@@ -467,29 +622,6 @@ def test_tenant_and_weight_come_with_the_request() -> None:
     asked = GenerateRequest(rid="a", token_ids=[1, 2], tenant="t", weight=3.0)  # type: ignore[arg-type]
     req = Req.make(asked, index=0, now_s=0.0, eos_ids=frozenset())
     assert (req.asked.tenant, req.asked.weight) == ("t", 3.0)
-
-
-def test_only_a_light_prompt_of_another_tenant_bounds_the_prompts_of_one_that_floods() -> None:
-    """Shares of 100 tokens: two floods of 2 x 60, and a light tenant. None bounds where it is the only tenant."""
-    shares = TenantShares(100)
-    lengths = {"a": 60, "b": 60, "light": 10, "first": 9}
-    a, b, light, first = (choice_of(name, range(length), tenant=name) for name, length in lengths.items())
-    shares.opens(first)
-    shares.waits(first)
-    shares.throttle.began(first, 9, 0.0)  # no other has come
-    shares.ends(first)
-    shares.begins(first)
-    for tenant in (a, b):
-        for req in (tenant, tenant):
-            shares.opens(req)
-            shares.waits(req)
-    shares.opens(light)
-    shares.waits(light)
-    shares.throttle.began(a, 5, 1.0)
-    assert shares.throttle.most_len(b, 1.0) == inf
-    shares.throttle.began(light, 7, 1.0)
-    assert [shares.throttle.most_len(req, 2.0) for req in (a, b, light)] == [7, 7, inf]
-    assert shares.throttle.most_len(b, 1.0 + THROTTLE_S) == inf
 
 
 def test_where_a_tenant_without_credit_waits_alone_all_begin_anew() -> None:
