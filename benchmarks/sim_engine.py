@@ -206,9 +206,8 @@ class TimedEngine:
             self.times.record(step_s, 0, is_extend=False, num_decode=len(plan.rows))
         if self.times.prefill_tokens_per_s:
             self.scheduler.queues.waiting.step_times = StepTimes(
-                1.0 / self.times.prefill_tokens_per_s, self.times.decode_step_s, self.times.token_s,
-                self.times.shortest_s,
-            )  # fmt: skip
+                1.0 / self.times.prefill_tokens_per_s, self.times.decode_step_s, *self.times.costs
+            )
         tokens = [
             self.answers[row.params.seed][row.num_output] if row.params.seed in self.answers else TOKEN
             for row in plan.sampling

@@ -17,6 +17,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from replicas.cache.kv import KvCache
 from replicas.cache.pages import PageStore
 from replicas.engine.failed_steps import MOST_IN_A_ROW, FailedSteps, Launch, run_again, try_idle
@@ -33,6 +35,8 @@ from replicas.types import SECONDS, EngineStats, PoolStats, Tally, TallyCounts, 
 log = logging.getLogger(__name__)
 
 SMOOTHING = 0.2  # weight of the newest step: about the last ten steps count; of the first ones the plain mean
+COST_WEIGHT = 0.01  # of the newest step in what a step costs by what it runs
+LEAST_FIXED = 0.05  # of a mean step is the same in all, whatever steps of uneven durations say
 RECENT_STEPS = 32  # of each kind, whose longest tells how long a step may take
 FULL_STEP_TOKENS = 64  # smaller extend steps say little about the prefill rate, unless none need be as large
 OUTLIER = 4.0  # a step that took so many times the median of the recent ones counts as that, or was interrupted
@@ -81,13 +85,12 @@ class StepClock:
         self.num_decode = 0
         self.extend_s = 0.0
         self.decode_s = 0.0
-        self.prefill_tokens_per_s = 0.0  # 0 until measured
-        self.rate_step_tokens = 0.0  # prompt tokens of the steps that this was measured on, smoothed
+        self.rate_step_tokens = 0.0  # prompt tokens of the steps that the rate of prompts was measured on, smoothed
         self.decode_step_s = 0.0  # of steps that only decode; 0 until measured
         self.tokens_per_step = 1.0  # smoothed, of a request in these
         self.longest_s = 0.0  # of the recent steps of each kind: decode steps do not make it forget a long chunk
-        recent = collections.deque[tuple[float, float, int]]  # seconds; as they count; new tokens, also of answers
-        self._recent = {is_extend: recent(maxlen=RECENT_STEPS) for is_extend in (False, True)}
+        self._recent_s = {is_extend: collections.deque[float](maxlen=RECENT_STEPS) for is_extend in (False, True)}
+        self._moments = np.zeros((4, 3))  # smoothed: prompt tokens of a step, rows, seconds; then their covariances
         self._full_s = 0.0  # smoothed, of extend steps of at least _full_step
         self._recent_s_per_token = collections.deque[float](maxlen=RECENT_STEPS)  # of those
 
@@ -120,34 +123,43 @@ class StepClock:
             self.num_decode += 1
             self.decode_s += step_s
         is_full = is_extend and num_prompt_tokens >= self._full_step and step_s > 0
-        recent, units = [each_s for each_s, _, _ in self._recent[is_extend]], 1
+        recent, units = self._recent_s[is_extend], 1
         if is_full:
-            recent, units = list(self._recent_s_per_token), num_prompt_tokens
+            recent, units = self._recent_s_per_token, num_prompt_tokens
         most_s = OUTLIER * statistics.median(recent) * units if recent else step_s
         if step_s > most_s and interrupted():
             return
-        self._recent[is_extend].append((step_s, min(step_s, most_s), num_prompt_tokens + num_decode))
-        self.longest_s = max(each_s for each in self._recent.values() for each_s, _, _ in each)
+        self._recent_s[is_extend].append(step_s)
+        self.longest_s = max(max(each, default=0.0) for each in self._recent_s.values())
+        weight = max(1 / (self.num_extend + self.num_decode), COST_WEIGHT)
+        off = np.array((num_prompt_tokens, num_decode, min(step_s, most_s))) - self._moments[0]
+        self._moments[0] += weight * off
+        self._moments[1:] = (1 - weight) * (self._moments[1:] + weight * np.outer(off, off))
         if not is_extend:
-            self.decode_step_s = _smooth(self.decode_step_s, min(step_s, most_s), len(self._recent[False]))
+            self.decode_step_s = _smooth(self.decode_step_s, min(step_s, most_s), len(self._recent_s[False]))
             self.tokens_per_step = _smooth(self.tokens_per_step, tokens_each)
         elif is_full:
             self._recent_s_per_token.append(step_s / num_prompt_tokens)
             num = len(self._recent_s_per_token)
             self.rate_step_tokens = _smooth(self.rate_step_tokens, num_prompt_tokens, num)
             self._full_s = _smooth(self._full_s, min(step_s, most_s), num)
-            self.prefill_tokens_per_s = self.rate_step_tokens / self._full_s
 
     @property
-    def token_s(self) -> float:
-        """What a new token took of late, of a prompt or an answer, in steps of either kind; 0 until one was counted."""
-        num_tokens = sum(num for each in self._recent.values() for *_, num in each)
-        return sum(of_s for each in self._recent.values() for _, of_s, _ in each) / num_tokens if num_tokens else 0.0
+    def prefill_tokens_per_s(self) -> float:
+        """How fast prompts are computed; 0 until measured."""
+        return self.rate_step_tokens / self._full_s if self._full_s else 0.0
 
     @property
-    def shortest_s(self) -> float:
-        """The shortest of the recent steps; 0 until there was one."""
-        return min((each_s for each in self._recent.values() for each_s, _, _ in each), default=0.0)
+    def costs(self) -> tuple[float, float, float, float]:
+        """What a new token took of late, of a prompt or an answer; and by least squares over the steps what any of them
+        took, and on top of that a token of a prompt and a running request. In seconds; 0 until one was recorded."""
+        (num_prompt, num_rows, step_s), (prompt2, both, of_prompt), (_, row2, of_row), _ = self._moments.tolist()
+        prompt2, row2 = 1.001 * prompt2 + 1e-30, 1.001 * row2 + 1e-30  # ridge: where both go together, each has a part
+        determinant = prompt2 * row2 - both * both
+        prompt_s = max((of_prompt * row2 - of_row * both) / determinant, 0.0)
+        row_s = max((of_row * prompt2 - of_prompt * both) / determinant, 0.0)
+        fixed_s = max(step_s - num_prompt * prompt_s - num_rows * row_s, LEAST_FIXED * step_s)
+        return step_s / max(num_prompt + num_rows, 1.0), fixed_s, prompt_s, row_s
 
 
 def _smooth(old: float, new: float, num: int = RECENT_STEPS) -> float:
@@ -380,8 +392,7 @@ class Stepping:
         tiers = self._scheduler.kv.store.tiers
         rate = self.times.prefill_tokens_per_s
         s_per_token = 1.0 / rate if rate else 0.0
-        times = self.times
-        queues.waiting.step_times = StepTimes(s_per_token, times.decode_step_s, times.token_s, times.shortest_s)
+        queues.waiting.step_times = StepTimes(s_per_token, self.times.decode_step_s, *self.times.costs)
         if tiers is not None and rate:
             tiers.compute_s_per_token = s_per_token
         self.tallies.step(step_s, num_reqs, num_new, is_extend=is_extend)

@@ -143,10 +143,10 @@ def _of_its_class(req: Req, step: NextStep) -> float:
 
 
 def _beside_a_tenant_below_its_share(req: Req, step: NextStep) -> float:
-    if step.waiting.shares.precedence(req) is Precedence.FIRST:
+    if step.waiting.shares.precedence(req) is Precedence.FIRST and not req.in_background:
         return math.inf
-    most = step.waiting.shares.throttle.most_tokens(step.now_s, step.waiting.step_times)
-    return max(most - len(step.running), step.page_size)
+    most = step.waiting.shares.throttle.most_prompt_len(len(step.running), step.now_s, step.waiting.step_times)
+    return max(most, step.page_size)
 
 
 PARTS: tuple[Callable[[Req, NextStep], float], ...] = (_of_its_class, _beside_a_tenant_below_its_share)

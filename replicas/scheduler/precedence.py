@@ -58,8 +58,9 @@ PeekPath = Callable[[TokenIds, str], list[int]]  # and what names the nodes of t
 # chunks of prompts that a tenant may have computed before others go first: few, and long prompts of several tenants are
 # cut into pieces by turns; many, and a burst makes others wait (simulated: python -m benchmarks router tenants)
 QUANTUM = 8
-# both simulated: python -m benchmarks router tenants
-STEP_S = 0.25  # of steps beside a tenant below its share; shorter ones cost tokens (docs/log/2026-11-29-fair-shares.md)
+# of a step beside a tenant below its share: so many times what every step takes, and seconds; shorter ones cost tokens
+# (simulated: docs/log/2026-11-29-fair-shares.md)
+TIMES_FIXED, STEP_S = 5.0, 0.25
 THROTTLE_S = 10.0  # after which a tenant that asks now and then is not expected any more
 # objectives (`bound_len`); simulated: docs/log/2026-11-29-orders.md
 LATEST, MORE = 3.0, 0.25
@@ -114,7 +115,9 @@ class StepTimes(NamedTuple):
     s_per_token: float = 0.0  # of prompts
     step_s: float = 0.0  # of a step that only decodes
     token_s: float = 0.0  # of a new token, of a prompt or of an answer
-    shortest_s: float = 0.0  # of any step: no more than what is the same in all
+    fixed_s: float = 0.0  # of any step; what it runs comes on top of that
+    prompt_s: float = 0.0  # of a token of a prompt on top
+    row_s: float = 0.0  # of a running request on top
 
 
 def set_rank(req: Req, config: SchedulerConfig) -> None:
@@ -539,20 +542,22 @@ class Throttle:
     """Bounds the steps of other tenants beside a tenant below its share: one that goes first, has no other waiting, and
     runs no more requests than its share.
 
-    While a request of such a tenant begins or runs, running requests that wait it out make a token by turns: as many a
-    step as keep that below STEP_S, or twice the shortest of late. If its prompt takes so long by itself, none of them
-    does; in the step after that, as many do as take a quarter. Until THROTTLE_S later, prompts of tenants that do not
-    go first have the rest of a step.
+    While a request of such a tenant begins or runs, steps are bounded: to TIMES_FIXED times the fixed part, STEP_S at
+    most, or twice the fixed part where that is longer. Running requests that wait it out make a token by turns, as many
+    a step as the bound leaves. If its prompt takes so long by itself, none of them does; in the step after that, as
+    many do as take a quarter. Until THROTTLE_S later, prompts of tenants that do not go first have the rest of a step.
     """
 
     def __init__(self, shares: TenantShares) -> None:
         self._shares = shares
-        self._until_s = -math.inf
+        self._bound = -math.inf, False  # until when steps are bounded; whether the last one had none that waits it out
         self.left_out: list[Req] = []  # running requests that make no token in the step under way
 
-    def most_tokens(self, now_s: float, times: StepTimes) -> float:
-        """Return how many tokens, of prompts and answers, a step may have."""
-        return _bounded_step(times) if now_s < self._until_s else math.inf
+    def most_prompt_len(self, num_rows: int, now_s: float, times: StepTimes) -> float:
+        """Return how many prompt tokens a step may have beside ``num_rows`` running requests."""
+        if now_s >= self._bound[0] or not times.prompt_s:
+            return math.inf
+        return _left_s(times, num_rows) / times.prompt_s
 
     def leave_out(
         self, running: Sequence[Req], begin: Sequence[Req], length: Callable[[Req], int], now_s: float, times: StepTimes
@@ -561,9 +566,9 @@ class Throttle:
 
         Args: begin: those whose prompts may be in it. length: tells how much of one is left.
         """
-        shares, before, self.left_out = self._shares, set(self.left_out), []
-        most = _bounded_step(times)
-        if not shares.several or len(running) + shares.chunk_len <= most:
+        shares, (until_s, had_none), self.left_out = self._shares, self._bound, []
+        self._bound = until_s, False
+        if not shares.several or _left_s(times, len(running), shares.chunk_len) >= 0.0:
             return
         precedence = {tenant: shares.precedence(req) for tenant, req in _one_of_each(begin, running).items()}
         beyond = beyond_share([req for req in running if not req.in_background], lambda req: 1.0)
@@ -577,24 +582,29 @@ class Throttle:
         ranks = {(req.level, req.rank.priority, Precedence.FIRST) for req in (*prompts, *below_share(running))}
         if not ranks:
             return
-        self._until_s = now_s + THROTTLE_S
+        self._bound = now_s + THROTTLE_S, False
         begin_len = 0.0
         for req in prompts:
             if begin_len < shares.chunk_len:  # no step holds more
                 begin_len = min(begin_len + length(req), shares.chunk_len)
-        if len(running) + begin_len <= most:
+        if not times.row_s or _left_s(times, len(running), begin_len) >= 0.0:
             return
         others = [
             req for req in running if waits_out((req.level, req.rank.priority, precedence[req.asked.tenant]), ranks)
         ]
-        left = most - (len(running) - len(others)) - begin_len
-        least = 0.0 if begin_len and not before.issuperset(others) else max(1.0, most / 4)
+        left = _left_s(times, len(running) - len(others), begin_len) / times.row_s
+        least = 0.0 if begin_len and not had_none else max(1.0, _left_s(times) / times.row_s / 4)
         self.left_out = others[: len(others) - int(min(max(left, least), len(others)))]
+        self._bound = now_s + THROTTLE_S, len(self.left_out) == len(others)
 
 
-def _bounded_step(times: StepTimes) -> float:
-    """Count the tokens of a bounded step: half of it at least is theirs, and not what every step takes."""
-    return max(STEP_S, 2 * times.shortest_s) / times.token_s if times.token_s else math.inf
+def _left_s(times: StepTimes, num_rows: int = 0, prompt_len: float = 0.0) -> float:
+    """Return what a bounded step has left beside so many running requests and prompt tokens; inf: nothing is known."""
+    fixed_s = times.fixed_s
+    if not fixed_s:
+        return math.inf
+    most_s = min(TIMES_FIXED * fixed_s, max(STEP_S, 2 * fixed_s))
+    return most_s - fixed_s - num_rows * times.row_s - prompt_len * times.prompt_s
 
 
 def _one_of_each(*reqs: Iterable[Req]) -> dict[str, Req]:

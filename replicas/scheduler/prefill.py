@@ -134,6 +134,8 @@ def next_batch(queues: Queues, kv: KvCache, ratio: NewTokenRatio, counters: Coun
             refusal: Refusal | None = Refusal.OLDER_GRANT
         elif waits_out(shares.rank(req), map(shares.rank, batch.reqs[batch.num_forced :])):
             refusal = Refusal.SHARE
+        elif _is_bounded(batch, step):
+            refusal = Refusal.STEP_BUDGET
         else:
             throttle(left, req, step)
             refusal = _start(batch, req, queues, kv, ratio, step, left)
@@ -161,6 +163,13 @@ def next_batch(queues: Queues, kv: KvCache, ratio: NewTokenRatio, counters: Coun
     if not NO_ROOM.isdisjoint(batch.refusals.values()):
         counters["begun_where_short"] += num_begun
     return batch
+
+
+def _is_bounded(batch: ExtendBatch, step: NextStep) -> bool:
+    """Whether the prompts of ``batch`` alone take a bounded step: another one would make all of them wait."""
+    waiting, num_prompt = step.waiting, sum(len(row.token_ids) for row in batch.rows[batch.num_forced :])
+    most = waiting.shares.throttle.most_prompt_len(len(step.running), step.now_s, waiting.step_times)
+    return num_prompt > 0 and num_prompt >= most
 
 
 def _has_room(

@@ -23,7 +23,7 @@ from replicas.request import Req
 from replicas.scheduler.budget import prompt_tokens
 from replicas.scheduler.orders import ORDERS
 from replicas.scheduler.plan import DecodePlan, ExtendPlan, StepPlan
-from replicas.scheduler.precedence import STEP_S, StepTimes
+from replicas.scheduler.precedence import StepTimes
 from replicas.scheduler.speculation import GuessKind, Proposal, Speculation
 from replicas.types import FinishReason, GenerateRequest, TokenDelta
 from tests.fakes import continuation
@@ -93,7 +93,7 @@ class Adversary(Speculation):
 class TwoTokens(StepClock):
     """By this clock a bounded step has two tokens."""
 
-    token_s = STEP_S / 2
+    costs = (1.0, 2.0, 1.0, 1.0)
 
 
 class Run:

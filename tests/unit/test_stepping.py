@@ -1,5 +1,7 @@
 """The rates in the statistics for routers, from steps of all kinds."""
 
+from random import Random
+
 import pytest
 
 from replicas.engine.stepping import STOOD_STILL_S, Pulse, StepClock
@@ -14,7 +16,7 @@ def test_a_mixed_step_counts_its_prompt_tokens_over_all_of_its_time() -> None:
     assert (clock.num_extend, clock.num_mixed, clock.num_decode) == (1, 1, 0)
     assert (clock.extend_s, clock.decode_step_s) == (0.25, 0.0)
     clock.record(0.006, 0, is_extend=False, num_decode=8)
-    assert clock.token_s == pytest.approx(0.256 / 264)
+    assert clock.costs[0] == pytest.approx(0.256 / 264)
 
 
 def test_a_short_prompt_that_shares_its_step_with_many_moves_the_rate_by_its_length() -> None:
@@ -96,14 +98,49 @@ def test_a_step_far_longer_than_the_recent_ones_counts_as_four_times_their_media
     assert clock.longest_s == 50.0  # such steps exist: nothing that takes 50 s is hung
 
 
+def test_what_steps_take_is_told_apart_from_what_they_run_whichever_they_are_and_few_are_short() -> None:
+    """0.02 s, 0.4 ms a prompt token, 1 ms a row: by uneven steps, by even ones, long after the last that differed."""
+    clock, rng = StepClock(chunk_size=512), Random(0)
+    assert clock.costs == (0.0, 0.0, 0.0, 0.0)
+    for num in range(300):
+        num_prompt, num_rows, uneven = rng.choice([0, 16, 128, 200]), rng.randint(30, 60), rng.choice([0.9, 1.1])
+        step_s = 0.02 + 0.0004 * num_prompt + 0.001 * num_rows
+        clock.record(step_s * (uneven if num < 150 else 1.0), num_prompt, is_extend=num_prompt > 0, num_decode=num_rows)
+        if num == 149:
+            assert clock.costs[1:] == pytest.approx((0.02, 0.0004, 0.001), rel=0.3)
+    assert clock.costs[1:] == pytest.approx((0.02, 0.0004, 0.001), rel=0.1)
+    for _ in range(3000):
+        clock.record(0.1, 100, is_extend=True, num_decode=40)
+    assert clock.costs[1:] == pytest.approx((0.02, 0.0004, 0.001), rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("steps", "costs"),
+    [
+        ([(100, 8, 0.2)], (0.2, 0.0, 0.0)),  # one says nothing of what it runs
+        ([(0, 4, 0.02), (0, 8, 0.03)] * 20, (0.01, 0.0, 0.0025)),
+        ([(0, 4, 0.2), (400, 8, 0.4)] * 20, (0.1, 0.00025, 0.025)),  # where both go together, each has a part
+        ([(400, 8, 0.2), (0, 4, 0.4)] * 20, (0.3, 0.0, 0.0)),  # what takes less where it runs more has no cost
+        ([(10, 0, 0.01), (100, 0, 0.2)] * 20, (0.00525, 0.00211, 0.0)),  # nor does a step take none
+    ],
+)
+def test_of_steps_that_do_not_tell_apart_what_they_run_no_cost_is_below_zero(
+    steps: list[tuple[int, int, float]], costs: tuple[float, float, float]
+) -> None:
+    clock = StepClock(chunk_size=512)
+    for num_prompt, num_rows, step_s in steps:
+        clock.record(step_s, num_prompt, is_extend=num_prompt > 0, num_decode=num_rows)
+    assert clock.costs[1:] == pytest.approx(costs, rel=0.1)
+
+
 def test_what_a_token_took_of_late_hardly_shows_a_step_far_longer_than_the_others() -> None:
-    """12 s count as 4 times 0.02 s: else steps beside a light tenant were short for 32 more."""
+    """12 s count as 4 times 0.02 s: else steps beside a light tenant were bounded wrongly for 100 more."""
     clock = StepClock(chunk_size=512)
     for _ in range(9):
         clock.record(0.02, 0, is_extend=False, num_decode=10)
     clock.record(12.0, 0, is_extend=False, num_decode=10)
-    assert clock.token_s == pytest.approx((9 * 0.02 + 0.08) / 100)
-    assert (clock.shortest_s, clock.longest_s) == (0.02, 12.0)
+    assert clock.costs[:2] == pytest.approx(((9 * 0.02 + 0.08) / 100, (9 * 0.02 + 0.08) / 10))
+    assert clock.longest_s == 12.0
 
 
 def test_an_engine_that_has_become_slower_is_believed_after_some_steps() -> None:

@@ -140,6 +140,24 @@ def test_tenants_are_told_apart_at_replicas_that_join_and_leave() -> None:
     }  # fmt: skip
 
 
+def test_at_a_replica_that_says_nothing_a_tenant_waits_as_elsewhere_and_for_its_own_that_has_not_begun() -> None:
+    made = load(view("a", -60.0), view("b", -1.0))
+    for number, replica_id in enumerate("aaaabbbb"):
+        made.send(replica_id, number=number, uncached_tokens=1_000, now_s=-0.5, tenant=HEAVY)
+
+    def queued() -> list[float]:
+        found = at(made, 0.0)
+        made.shared(found, made.eligible(), LIGHT, np.array([100, 100]), ())
+        return found.queued_tokens.tolist()
+
+    assert queued() == pytest.approx([100.0, 100.0])
+    made.send("a", number=8, uncached_tokens=600, now_s=-0.1, tenant=LIGHT)
+    silent, fresh = queued()
+    assert (silent > 1_200, fresh) == (True, pytest.approx(100.0))
+    made.note(8, begun=True)
+    assert queued()[0] < 120
+
+
 def test_a_report_that_comes_too_late_to_be_taken_changes_nothing_of_it() -> None:
     made = load(view("a", 5.0, num_waiting=3, queued_uncached_tokens=900, num_running=200))
     made.report(view("a", 4.0, num_waiting=99, queued_uncached_tokens=9_000))

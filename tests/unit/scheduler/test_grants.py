@@ -10,7 +10,7 @@ from kvtransfer.types import PdTicket, PeerAddress
 from replicas.disagg.roles import ask_grant, received
 from replicas.request import CachedTokens, Leg, Req, ReqState
 from replicas.scheduler.plan import ExtendPlan
-from replicas.scheduler.precedence import STEP_S, StepTimes
+from replicas.scheduler.precedence import StepTimes
 from replicas.scheduler.prefill import Refusal
 from replicas.types import Finish, FinishReason, PdLeg, PdTransfer
 from tests.fakes import continuation
@@ -201,7 +201,7 @@ def test_a_leg_that_was_received_and_is_left_out_of_the_next_step_keeps_its_page
     req = leg(bench, "a", range(10), tenant="heavy")
     assert bench.step() is None
     bench.scheduler.queues.waiting.shares._credits["heavy"] = -1.0
-    bench.scheduler.queues.waiting.step_times = StepTimes(token_s=STEP_S / 2)
+    bench.scheduler.queues.waiting.step_times = StepTimes(fixed_s=2.0, prompt_s=1.0, row_s=1.0)
     receive(bench, req)
     light = bench.submit([50, 51], tenant="light")
     plan = bench.step()

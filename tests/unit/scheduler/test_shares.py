@@ -8,7 +8,7 @@ import pytest
 
 from replicas.request import Req, ReqState
 from replicas.scheduler.plan import DecodePlan, ExtendPlan
-from replicas.scheduler.precedence import QUANTUM, STEP_S, THROTTLE_S, StepTimes, TenantShares
+from replicas.scheduler.precedence import QUANTUM, THROTTLE_S, StepTimes, TenantShares
 from replicas.scheduler.prefill import Refusal
 from replicas.scheduler.victims import Need, victims
 from replicas.types import Finish, FinishReason, GenerateRequest
@@ -105,9 +105,13 @@ def test_a_flood_does_not_use_up_its_first_credit_before_others_but_a_burst_of_a
         bench.run()
 
 
+def of_tokens(most: float) -> StepTimes:
+    """Steps of which a bounded one has ``most`` tokens: it takes twice the fixed part, and a token a second."""
+    return StepTimes(fixed_s=most, prompt_s=1.0, row_s=1.0)
+
+
 def bounded(bench: Bench, num_tokens: int) -> Bench:
-    """Have the steps of ``bench`` take as long per token as allows so many in a bounded step."""
-    bench.scheduler.queues.waiting.step_times = StepTimes(token_s=STEP_S / num_tokens)
+    bench.scheduler.queues.waiting.step_times = of_tokens(num_tokens)
     return bench
 
 
@@ -473,7 +477,7 @@ def light_and_heavy(num_light: int, num_heavy: int) -> tuple[TenantShares, list[
 
 
 def left_out(shares: TenantShares, running: list[Req], begin: Sequence[Req] = (), *, most: float = 4) -> list[Req]:
-    shares.throttle.leave_out(running, begin, lambda req: req.num_tokens, 0.0, StepTimes(token_s=STEP_S / most))
+    shares.throttle.leave_out(running, begin, lambda req: req.num_tokens, 0.0, of_tokens(most))
     return shares.throttle.left_out
 
 
@@ -482,7 +486,40 @@ def test_no_tenant_that_runs_more_than_its_share_is_light() -> None:
     assert left_out(shares, [*light, *heavy]) == heavy[:3]
     shares, light, heavy = light_and_heavy(5, 4)
     assert left_out(shares, [*light, *heavy]) == []
-    assert shares.throttle.most_tokens(0.0, StepTimes(token_s=1.0)) == math.inf
+    assert shares.throttle.most_prompt_len(0, 0.0, of_tokens(1)) == math.inf
+
+
+def test_of_light_prompts_that_fill_a_bounded_step_each_has_its_own_and_shorter_ones_share_one() -> None:
+    for length, together in ((12, [1, 0]), (5, [1, 1])):
+        bench = bounded(wide(), 10)
+        out_of_credit(bench)
+        lights = [bench.submit(prompt(500 + n, length), tenant=f"light {n}", max_new_tokens=4) for n in range(2)]
+        bench.step()
+        assert sorted((req.num_output for req in lights), reverse=True) == together
+        bench.step()
+        assert min(req.num_output for req in lights) > 0
+        bench.run()
+
+
+def test_of_two_steps_with_prompts_of_light_tenants_one_has_rows_of_others_however_these_change() -> None:
+    shares, _, heavy = light_and_heavy(0, 12)
+    head = choice_of("head", [1] * 5, tenant="light")
+    shares.opens(head)
+    shares.waits(head)
+    assert [num - len(left_out(shares, heavy[:num], [head])) for num in range(8, 13)] == [0, 1, 0, 1, 0]
+
+
+def test_a_batch_beside_a_light_tenant_has_the_rest_of_a_bounded_step_and_ends() -> None:
+    bench = bounded(Bench(max_running=64, num_pages=4096, context_len=1600, chunked_prefill_size=256), 12)
+    batch = [bench.submit(prompt(n, 90), tenant="batch", max_new_tokens=9, offline=True) for n in range(12)]
+    light = bench.submit(prompt(500, 5), tenant="light", max_new_tokens=600)
+    bench.step()
+    plans = list[object]()
+    while not all(req.finish for req in batch):
+        plans.append(bench.step())
+        assert light.num_output == len(plans) + 1
+    assert max(plan.num_prompt_tokens for plan in plans if isinstance(plan, ExtendPlan)) <= 12
+    bench.run()
 
 
 def test_the_tenants_of_many_rows_are_looked_at_once_and_not_at_all_where_steps_are_short(
@@ -496,7 +533,7 @@ def test_the_tenants_of_many_rows_are_looked_at_once_and_not_at_all_where_steps_
     assert len(left_out(shares, [*light, *heavy], most=100)) == 120
     assert sorted(asked) == ["heavy", "light"]
     asked.clear()
-    assert left_out(shares, [*light, *heavy], most=math.inf) == []
+    assert left_out(shares, [*light, *heavy], most=1000) == []
     assert left_out(shares, [*light, *heavy], most=220 + CHUNK) == []
     assert asked == []
 
@@ -509,16 +546,18 @@ def test_of_waiting_heads_only_those_below_their_share_are_looked_up_in_the_cach
         shares.waits(req)
     looked = list[Req]()
     shares.throttle.leave_out(
-        heavy, heads, lambda req: (looked.append(req), 5)[1], 0.0, StepTimes(token_s=STEP_S / 4)
+        heavy, heads, lambda req: (looked.append(req), 5)[1], 0.0, of_tokens(4)
     )
     assert looked == heads[1:5]  # which fill a step
     assert shares.throttle.left_out == heavy
 
 
-def test_a_bounded_step_is_no_shorter_than_twice_what_every_step_takes() -> None:
-    shares, light, heavy = light_and_heavy(1, 20)
-    for shortest_s, most in ((0.0, 5), (STEP_S, 10)):
-        times = StepTimes(token_s=STEP_S / 5, shortest_s=shortest_s)
+def test_a_bounded_step_follows_what_every_step_takes() -> None:
+    """5 times that on a fast replica, 0.25 s on a slower one, twice that where it is longer; none where nothing is
+    known. So many of 21 rows, one of them the light one's, make a token."""
+    for fixed_s, row_s, most in ((0.02, 0.011, 7), (0.06, 0.02, 9), (0.1, 0.02, 7), (12.0, 1.0, 12), (0.0, 1.0, 21)):
+        shares, light, heavy = light_and_heavy(1, 20)
+        times = StepTimes(fixed_s=fixed_s, row_s=row_s)
         shares.throttle.leave_out([*light, *heavy], [], len, 0.0, times)  # type: ignore[arg-type]
         assert len(shares.throttle.left_out) == 21 - most
 
