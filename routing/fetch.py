@@ -106,17 +106,17 @@ def quickest(
 
     Args: base_tokens: [n] that it has on its device and host. store_tokens, store_s: [n] that it would read from its
           store instead, and how long that takes. sent_bytes: [2, n] K and V of a token, 0: it fetches nothing; and of
-          a window that goes with the last one.
+          a window or states, which go with the last one.
           reused: the share of prompt tokens that are found in caches.
     """
     tokens = np.maximum(donors.tokens - base_tokens[:, None], 0)  # [n, m]
     tokens[donors.itself] = 0
-    token_bytes, window_bytes = sent_bytes
+    token_bytes, border_bytes = sent_bytes
     tokens[token_bytes == 0] = 0
     tokens[donors.bytes_per_s == 0] = 0
     rate = np.where(donors.bytes_per_s > 0, donors.bytes_per_s, 1.0)
     on_host = np.maximum(donors.tokens - np.maximum(donors.device_tokens, base_tokens[:, None]), 0)
-    num_bytes = tokens * token_bytes[:, None] + np.where(tokens > 0, window_bytes[:, None], 0.0)
+    num_bytes = tokens * token_bytes[:, None] + np.where(tokens > 0, border_bytes[:, None], 0.0)
     took_s = FIXED_S + donors.wait_s + on_host * donors.host_s_per_token + (num_bytes + donors.asked_bytes) / rate
     others_s = SLOWED * num_bytes / rate * donors.num_running
     lacking = num_tokens - base_tokens

@@ -314,7 +314,7 @@ class FleetState:
             store_s=held.store_s,
             sent_bytes=np.array(
                 [
-                    (view.fetches * (view.token_bytes or view.page_bytes / self._page_size), view.window_bytes)
+                    (view.fetches * (view.token_bytes or view.page_bytes / self._page_size), view.border_bytes)
                     for view in views
                 ]
             ).T,

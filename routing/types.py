@@ -91,7 +91,7 @@ class ReplicaView:
     role: Role = Role.UNIFIED
     page_bytes: int = 0  # of K and V, all ranks; 0: not reported
     token_bytes: int = 0  # of a token where layers with a window keep a share of the pages; 0: as of a page
-    window_bytes: int = 0  # what these keep of a window
+    border_bytes: int = 0  # what these keep of a window; or of recurrent states
     host_pages: int = 0  # capacity of its host tier
     store: str = ""  # the store that it reads and writes; replicas with the same one share its pages; "": none at work
     host_s_per_token: float = 0.0  # to load from the host; 0 until measured, as are the next two

@@ -75,7 +75,7 @@ def view_of(
         role=info.role,
         page_bytes=info.page_bytes,
         token_bytes=info.part_bytes.get("token", 0),
-        window_bytes=info.part_bytes.get("window", 0),
+        border_bytes=info.part_bytes.get("window", 0) + info.part_bytes.get("state", 0),
         fetches=info.fetches,
         part=info.part,
         border_pages=info.border_pages,

@@ -487,8 +487,8 @@ class ServedEngine:
 
 
 def may_fetch(engine: Engine) -> bool:
-    """Tell whether cached pages go to and come from other replicas: not where they need recurrent states beside."""
-    return engine.transfer is not None and not engine.config.model.states
+    """Tell whether cached pages go to and come from other replicas: not where snapshots of states are on the host."""
+    return engine.transfer is not None and not (engine.config.model.states and engine.kv.store.tiers is not None)
 
 
 def filled_in(engine: Engine) -> dict[str, dict[str, Any]]:

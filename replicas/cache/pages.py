@@ -192,28 +192,28 @@ class PageStore:
         self, token_ids: TokenIds, salt: str, rid: str, carried: Carried = NOTHING_CARRIED
     ) -> tuple[Pages, Detained]:
         """Lock the longest prefix of ``token_ids`` [n] that is cached and behind which a request can go on, so that a
-        peer may read it. What is on the host is loaded first, as far as there is room.
+        peer may read it. What is on the host is loaded first, as far as there is room, but where there are parts.
 
         Returns: its pages, and the receipt for `release_quarantined`, whose own pages are for what is ``carried``.
         Raises:  PagesExhausted without room for these.
         """
         match = self.cache.match_prefix(token_ids, salt)
-        if self.tiers is not None and match.host_node is not None and match.host_len:
+        if self.tiers is not None and self.parts is None and match.host_node is not None and match.host_len:
             path = self.tiers.inc_lock_ref(match.host_node)
             with contextlib.suppress(PagesExhausted):
                 self.load(match, match.host_len // self.tiers.page_size, rid)
             self.tiers.dec_lock_ref(path)
             match = self.cache.match_prefix(token_ids, salt, count_hit=False)
+        most = carried.num_pages(match.prefix_len, self.page_size)
+        self.make_room(most, rid)  # first, since it may evict a part too
+        own = PagedTokenToKVPoolAllocator.alloc(self.allocator, most, rid=rid)
         if self.parts is not None:
+            match = self.cache.match_prefix(token_ids, salt, count_hit=False)
             reach = self.parts.reach(match.pages) * self.page_size
             match = self.cache.match_prefix(token_ids[:reach], salt, count_hit=False)
-        lock, num_pages = self.cache.inc_lock_ref(match.node), carried.num_pages(match.prefix_len, self.page_size)
-        try:
-            self.make_room(num_pages, rid)
-        except PagesExhausted:
-            self.cache.dec_lock_ref(lock)
-            raise
-        receipt = Detained(rid, PagedTokenToKVPoolAllocator.alloc(self.allocator, num_pages, rid=rid), lock)
+        num_pages = carried.num_pages(match.prefix_len, self.page_size) if match.prefix_len else 0
+        self.allocator.free(own[num_pages:])
+        receipt = Detained(rid, own[:num_pages], self.cache.inc_lock_ref(match.node))
         self.quarantine.add(receipt)
         return match.pages, receipt
 

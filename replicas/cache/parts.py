@@ -438,7 +438,7 @@ class SnapshotAllocator(PartAllocator):
         req.holding.behind = Behind(seen_from=max(0, num_pages - 1), reused_len=reused_len, cut_at=cut_at)
         self._end_chunk(req, reused_len)
         if num_pages:
-            self._log_copy(req, int(self._part[pages[-1]]), num_pages, from_snapshot=True)
+            self._log_copy(req.holding.row, int(self._part[pages[-1]]), num_pages, from_snapshot=True)
 
     def kept(self, req: Req, start: int, end: int, row: Slots) -> None:
         """Copy the states of ``req`` behind the tokens [0, end), its last whole page, if that is an end."""
@@ -467,6 +467,11 @@ class SnapshotAllocator(PartAllocator):
         own = [copy for copy in self._log if copy.row == req.holding.row]
         if own and own[-1].from_snapshot:
             self._log.remove(own[-1])
+
+    def show(self, pages: Pages) -> None:
+        """Copy the states behind ``pages``, a prefix that ends with a snapshot, to row 0, which no request has. Now."""
+        self._log_copy(0, int(self._part[pages[-1]]), len(pages), from_snapshot=True)
+        self._run_now()
 
     def snapshot_of(self, page: int) -> Snapshot:
         """Describe the snapshot of ``page``."""
@@ -528,7 +533,7 @@ class SnapshotAllocator(PartAllocator):
                 self._lies[part] = self.alloc(self.snapshot_pages, rid=req.rid)
             self._part[page], self._end[page] = part, 0
             self._touch(page)
-            self._log_copy(req, int(part), border, from_snapshot=False)
+            self._log_copy(req.holding.row, int(part), border, from_snapshot=False)
         self._note(page, End(max(kind, int(self._end[page[0]]))))
 
     def _give_up(self, pages: Pages) -> None:
@@ -556,15 +561,14 @@ class SnapshotAllocator(PartAllocator):
         log, self._log = self._log, []
         return log
 
-    def _log_copy(self, req: Req, part: int, num_pages: int, *, from_snapshot: bool) -> None:
-        assert req.holding is not None
+    def _log_copy(self, row: int, part: int, num_pages: int, *, from_snapshot: bool) -> None:
         self._num_copies += 1
         if not from_snapshot:
             self._copies[part] = self._num_copies
         self._log.append(
             StateCopy(
                 number=self._num_copies,
-                row=req.holding.row,
+                row=row,
                 num_tokens=num_pages * self.page_size,
                 pages=self._lies[part].copy(),
                 snapshot=int(self._copies[part]),

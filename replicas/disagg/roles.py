@@ -37,7 +37,7 @@ Decode
     abort, deadline: ends at once; service.abort_receive, quarantine ── ReceiveDrained, or Received ──> free
 
 Fetch: a decode leg without a prefill leg. It is granted pages up to `PdTicket.end_len`, and what a donor has cached of
-them, up to the last border where it has the window, is written there, with that window. `Received`: they go to the
+them, up to the last border where it has the window or states, is written there, with these. `Received`: they go to the
 cache, and it waits like any other to compute the rest. Late, failed or refused: it computes all.
 `Donor`: SendReady ── pages locked, sent ── SendDone or SendDrained ──> unlocked
 A prefill leg may fetch first (`PdTransfer.fetch`): what its decode replica has of the answers before.
@@ -68,6 +68,7 @@ from kvtransfer.types import (
     WriteTimes,
 )
 from replicas.cache.kv import KvCache, came, carried_parts, goes_on_at, handed_len, longest_reuse, see_no_more
+from replicas.cache.parts import SnapshotAllocator
 from replicas.cache.quarantine import Detained
 from replicas.errors import Fault, InvalidRequest, Overloaded, PagesExhausted
 from replicas.observer import Observer
@@ -359,8 +360,8 @@ class Donor:
         return len(self._lent)
 
     def serve(self, room: int, first_page: int, prefix: Prefix) -> None:
-        """Send what is cached of ``prefix`` from page ``first_page`` on, and the last window, if layers have one. What
-        the peer has not by then it computes."""
+        """Send what is cached of ``prefix`` from page ``first_page`` on, and the last window or the states behind it.
+        What the peer has not by then it computes."""
         if not self._may_lend():
             self._service.abort_send(room, "the pages' memory is given back")
             return
@@ -368,7 +369,7 @@ class Donor:
         try:
             pages, receipt = self._kv.store.lend(ids, prefix.salt, f"fetch-{room}", self._kv.carried)
         except PagesExhausted as error:
-            self._service.abort_send(room, f"no pages carry the last window: {error}")
+            self._service.abort_send(room, f"no pages carry its states or windows: {error}")
             return
         refusal = self._carry(pages, receipt, first_page)
         if refusal is not None:
@@ -387,15 +388,17 @@ class Donor:
         self._service.send_last(room, first_page, np.concatenate([pages[first_page:], receipt.pages]), meta)
 
     def _carry(self, pages: PageIds, receipt: Detained, first_page: int) -> str | None:
-        """Copy the window at the end of ``pages`` into those of ``receipt``. Returns: why nothing can be sent."""
+        """Copy the window or states behind ``pages`` into those of ``receipt``. Returns: why nothing can be sent."""
         if len(pages) < first_page or (len(pages) == first_page and not len(receipt.pages)):
             return "the pages are not cached here any more"
         if self._carrier is None:
             return None
         try:
+            if isinstance(parts := self._kv.store.parts, SnapshotAllocator):
+                parts.show(pages)
             self._carrier.put(0, len(pages) * self._kv.page_size, carried_parts(pages, self._kv), receipt.pages)
         except (Overloaded, RuntimeError) as error:
-            return f"the last window cannot be sent: {error}"
+            return f"its states or windows cannot be sent: {error}"
         return None
 
     def end(self, room: int) -> None:
@@ -472,8 +475,8 @@ class DecodeRole:
     def _no_kv_transfer(self, req: Req) -> str | None:
         """Return why the prompt of ``req`` is computed here, whatever its peer does; None if it may come."""
         if _fetches(req):
-            end_len, has_states = leg_of(req).ticket.end_len, self._kv.carried.state_pages > 0
-            if has_states or end_len % self._kv.page_size or not 0 < end_len <= longest_reuse(req, whole=True):
+            end_len = leg_of(req).ticket.end_len
+            if end_len % self._kv.page_size or not 0 < end_len <= longest_reuse(req, whole=True):
                 return NO_FETCH
         elif req.prompt_logprobs_from is not None or req.max_remaining <= 0:
             return NEEDS_FORWARD

@@ -97,6 +97,11 @@ def legs(request: GenerateRequest, peer: PeerAddress) -> tuple[GenerateRequest, 
     )
 
 
+def fetching(request: GenerateRequest, donor: PeerAddress, end_len: int) -> GenerateRequest:
+    ticket = PdTicket(room=next(rooms), generation=0, prefill=donor, end_len=end_len, within_s=20.0)
+    return replace(request, kv_transfer=PdTransfer(leg=PdLeg.FETCH, ticket=ticket))
+
+
 def warm_part(prompt: np.ndarray, cached: str) -> tuple[list[str], np.ndarray]:
     """Who computes what before: the first half, or all of it."""
     half = prompt[: max(1, len(prompt) // 2)]

@@ -4,6 +4,7 @@ Here by memcpy within one process; test_pd_transfer_nixl.py compares processes. 
 of their own, and are verified as those are.
 """
 
+import itertools
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -14,6 +15,8 @@ import pytest
 import torch
 
 from kvtransfer.types import TransferSettings
+from replicas.cache.kv import goes_on_at
+from replicas.cache.parts import SnapshotAllocator
 from replicas.config import CacheConfig, SchedulerConfig
 from replicas.engine.engine import Engine
 from replicas.errors import InvalidConfig
@@ -22,7 +25,7 @@ from replicas.memory.state_pool import StatePool
 from replicas.types import GenerateRequest, PdTransferReport, TokenDelta
 from tests.engine_process import TOKEN
 from tests.local_agents import LocalAgent, LocalFabric
-from tests.numerics.handing_over import legs, run
+from tests.numerics.handing_over import fetching, legs, run
 from tests.numerics.test_states import (
     CONVOLUTION,
     DELTA_RULE,
@@ -153,6 +156,36 @@ def test_a_prompt_near_the_end_of_a_context_that_ends_within_a_page_is_handed_ov
     assert report_of(told, "a").transferred
     assert len(ids_of(told, "a")) == 250 - length
     assert_greedy(models(DELTA_RULE)[1], prompt, ids_of(told, "a"))
+
+
+def test_a_fetch_brings_the_states_or_ends_where_the_donor_has_some(
+    models: Callable[[str], Saved], pairs: Callable[..., Pair]
+) -> None:
+    """Turns go to one engine and the other. In the fourth the donor has lost the last states of each chat, in the fifth
+    all: it refuses."""
+    _, model = models(DELTA_RULE)
+    of, draw, why = pairs(DELTA_RULE, tokens=(8192, 8192)), random.Random(2), list[str | None]()
+    texts = [[draw.randrange(3, 190) for _ in range(length)] for length in (8, 23, 37)]
+    for turn, number in itertools.product(range(5), range(len(texts))):
+        text, receiver, donor = texts[number], *(of.decode, of.prefill)[:: 1 - turn % 2 * 2]
+        request, end_len = asked(f"{turn} {number}", text, 9), (len(text) - 1) // 4 * 4
+        parts, pages = donor.kv.store.parts, donor.kv.cache.match_prefix(request.token_ids[:end_len], "").pages
+        assert isinstance(parts, SnapshotAllocator)
+        assert donor.transfer_address is not None
+        for page in pages[parts.has(pages)][{3: -1, 4: 0}.get(turn, len(pages)) :].tolist():
+            parts.give_up(page)
+        reach, here = (goes_on_at(request.token_ids[:end_len], "", each.kv) for each in (donor, receiver))
+        receiver.submit(fetching(request, donor.transfer_address, end_len))
+        told, _ = run([receiver, donor])
+        report = report_of(told, request.rid)
+        assert report.transferred == (turn not in (0, 4) and reach >= receiver.kv.page_size), report
+        assert told[-1].usage.cached_tokens == max(reach, here)
+        why.append(report.reason)
+        assert_greedy(model, text, answer := ids_of(told, request.rid))
+        text += [*answer, draw.randrange(3, 190)]
+        for engine in (receiver, donor):
+            engine.scheduler.check()
+    assert sum(reason is None for reason in why) >= 6, why
 
 
 def test_without_reuse_states_are_handed_over_too(models: Callable[[str], Saved], pairs: Callable[..., Pair]) -> None:

@@ -5,7 +5,6 @@ Tiny random models; biases, norms and sinks are random too. The oracle is Transf
 
 import itertools
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from kvtransfer.types import PdTicket, PeerAddress, TransferSettings
+from kvtransfer.types import TransferSettings
 from replicas.cache.kv import goes_on_at
 from replicas.cache.parts import WindowAllocator
 from replicas.config import AttentionKind, CacheConfig, ModelConfig, SchedulerConfig
@@ -29,11 +28,11 @@ from replicas.loading.model_files import load_model_config
 from replicas.memory.sizing import weight_bytes
 from replicas.runner.kv_access import CarriedWindows, CarryWindows
 from replicas.scheduler.tokens import NewToken
-from replicas.types import GenerateRequest, PdLeg, PdTransfer, PdTransferReport, SamplingParams, TokenDelta
+from replicas.types import GenerateRequest, PdTransferReport, SamplingParams, TokenDelta
 from tests.engine_process import TOKEN
 from tests.local_agents import LocalAgent, LocalFabric
 from tests.numerics import tiny
-from tests.numerics.handing_over import alone, legs, make_engine, rooms, run
+from tests.numerics.handing_over import alone, fetching, legs, make_engine, run
 from tests.numerics.paged import PagedModel, assert_as_transformers, assert_close_in_range, open_model
 from tests.numerics.ranks import run_ranks
 from tests.numerics.tiny import assert_greedy, uncached
@@ -194,11 +193,6 @@ def engines_of(folder: Path, number: int) -> list[Engine]:
         )
         for _ in range(number)
     ]
-
-
-def fetching(request: GenerateRequest, donor: PeerAddress, end_len: int) -> GenerateRequest:
-    ticket = PdTicket(room=next(rooms), generation=0, prefill=donor, end_len=end_len, within_s=20.0)
-    return replace(request, kv_transfer=PdTransfer(leg=PdLeg.FETCH, ticket=ticket))
 
 
 @pytest.mark.parametrize("model_type", ["gemma3_text", "gpt_oss"])

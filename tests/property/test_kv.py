@@ -144,7 +144,11 @@ class KvUnderLoad(RuleBasedStateMachine):
             cache=CacheConfig(prefix_cache=prefix_cache, eviction=eviction),
             host=tier if host_pages else None,
             record_events=True,
-            carried=Carried(window_pages=tail_pages(reach, page_size) if reach else 0, window_layers=1),
+            carried=Carried(
+                window_pages=tail_pages(reach, page_size) if reach else 0,
+                window_layers=1,
+                state_pages=0 if self.states is None else 1,
+            ),
         )
         self.feed, self.index = self.router_side()
         shape = self.kv.table.shape
@@ -354,7 +358,7 @@ class KvUnderLoad(RuleBasedStateMachine):
     def receive(self, prompt: list[int], salt: str, fetches: bool) -> None:
         """Take pages for a prompt that another replica computes, or for what is fetched of it."""
         req = choice_of("r", prompt, max_new_tokens=40, cache_salt=salt)
-        if self.states is not None or len(self.held) + len(self.coming) == ROWS:
+        if len(self.held) + len(self.coming) == ROWS:
             return
         if fetches:
             req.leg = fetch_leg(len(prompt) // self.kv.page_size * self.kv.page_size)
@@ -395,6 +399,9 @@ class KvUnderLoad(RuleBasedStateMachine):
         for position in range(first * page_size, num_tokens) if len(parts) else ():
             if part := int(parts[position // page_size - first]):
                 self.window_content[part * page_size + position % page_size] = texts[position]
+        if self.states is not None and num_tokens:
+            self.states.write(req.holding.row, num_tokens, torch.tensor([len(self.texts)]).view(torch.uint8))
+            self.texts.append(texts[num_tokens - 1])
         req.computed_len = num_tokens
         self.kv.cut(req)
         if req.leg is None:
@@ -412,8 +419,6 @@ class KvUnderLoad(RuleBasedStateMachine):
     def lend(self, prompt: list[int], salt: str) -> None:
         """Let another replica fetch what is cached of a prompt: what the token behind it sees is there."""
         parts, page_size = self.kv.store.parts, self.kv.page_size
-        if self.states is not None:
-            return
         try:
             pages, receipt = self.kv.store.lend(np.array(prompt, dtype=np.int32), salt, "lent", self.kv.carried)
         except PagesExhausted:
@@ -426,6 +431,11 @@ class KvUnderLoad(RuleBasedStateMachine):
                 for position in range(page * page_size, (page + 1) * page_size):
                     slot = int(lent[page - len(pages)]) * page_size + position % page_size
                     assert self.window_content[slot] == (salt, tuple(prompt[: position + 1]))
+        elif isinstance(parts, SnapshotAllocator) and self.states is not None and len(pages):
+            parts.show(pages)
+            end = len(pages) * page_size
+            number = int(self.states.read(0, end).view(torch.int64))
+            assert self.texts[number] == (salt, tuple(prompt[:end]))
         self.kv.store.release_quarantined(receipt)
 
     @rule(which=st.integers(0, 100))

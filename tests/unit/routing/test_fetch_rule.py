@@ -49,7 +49,7 @@ class Fixture:
 
 def test_of_layers_with_a_window_a_fetch_brings_one_window_and_of_others_all_tokens() -> None:
     f = Fixture()
-    f.router.update([f.a, replace(f.b, token_bytes=MB // 64, window_bytes=5 * MB)])
+    f.router.update([f.a, replace(f.b, token_bytes=MB // 64, border_bytes=5 * MB)])
     fetch = f.choose().fetch
     assert fetch is not None
     assert (fetch.num_tokens, fetch.num_bytes) == (1_936, 1_936 * MB // 64 + 5 * MB)
