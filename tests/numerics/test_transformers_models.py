@@ -5,6 +5,7 @@ Tiny random models; biases, norms and sinks are random too. The oracle is Transf
 
 import itertools
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -241,7 +242,8 @@ def test_conversations_say_the_same_while_window_layers_keep_a_part_of_their_tok
     model_type: str, is_apart: bool, tmp_path: Path
 ) -> None:
     """Six conversations at once, of which the pools hold a part; hits go on behind holes, and what is gone is computed
-    anew. A prefill replica sends full layers whole and of the others the window at the prompt's end."""
+    anew. A prefill replica sends full layers whole and of the others the window at the prompt's end; for every
+    other text it fetches the answers before likewise."""
     model, engines = save(model_type, tmp_path), engines_of(tmp_path, 1 + is_apart)
     draw, greedy = np.random.default_rng(1), SamplingParams(max_new_tokens=9, temperature=0.0, ignore_eos=True)
     texts = [draw.integers(3, 190, length).tolist() for length in (1, 7, 19, 26, 38, 50)]
@@ -251,7 +253,13 @@ def test_conversations_say_the_same_while_window_layers_keep_a_part_of_their_tok
             for rid, text in enumerate(texts):
                 request = GenerateRequest(rid=str(rid), token_ids=np.array(text, np.int32), sampling=greedy)
                 peer = engines[0].transfer_address
-                of_sides = [request] if peer is None else legs(request, peer)
+                of_sides = [request] if peer is None else [*legs(request, peer)]
+                if rid % 2 and len(engines) > 1 and (back := engines[1].transfer_address) is not None:
+                    fetch = fetching(request, back, (len(text) - 1) // 4 * 4).kv_transfer
+                    own = of_sides[0].kv_transfer
+                    assert fetch is not None
+                    assert own is not None
+                    of_sides[0] = replace(request, kv_transfer=replace(own, fetch=fetch.ticket))
                 for engine, leg in zip(engines, of_sides, strict=True):
                     engine.submit(leg)
             told: dict[str, list[TokenDelta]] = {str(rid): [] for rid in range(len(texts))}
@@ -275,6 +283,8 @@ def test_conversations_say_the_same_while_window_layers_keep_a_part_of_their_tok
             assert windows.num_holes > 0
         assert cached > 0
         assert not is_apart or engines[1].stats().prefill_tokens == 0
+        transfer = engines[0].stats().transfer
+        assert not is_apart or (transfer is not None and transfer.receives_done > 5)
     finally:
         for engine in engines:
             engine.close()
