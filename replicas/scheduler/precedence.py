@@ -60,7 +60,7 @@ PeekPath = Callable[[TokenIds, str], list[int]]  # and what names the nodes of t
 QUANTUM = 8
 # of a step beside a tenant below its share: so many times what every step takes, and seconds; shorter ones cost tokens
 # (simulated: docs/log/2026-11-29-fair-shares.md)
-TIMES_FIXED, STEP_S = 5.0, 0.25
+TIMES_FIXED, STEP_S = 4.8, 0.25
 THROTTLE_S = 10.0  # after which a tenant that asks now and then is not expected any more
 # objectives (`bound_len`); simulated: docs/log/2026-11-29-orders.md
 LATEST, MORE = 3.0, 0.25

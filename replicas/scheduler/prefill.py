@@ -134,7 +134,7 @@ def next_batch(queues: Queues, kv: KvCache, ratio: NewTokenRatio, counters: Coun
             refusal: Refusal | None = Refusal.OLDER_GRANT
         elif waits_out(shares.rank(req), map(shares.rank, batch.reqs[batch.num_forced :])):
             refusal = Refusal.SHARE
-        elif _is_bounded(batch, step):
+        elif shares.precedence(order[-1]) < shares.precedence(req) and _is_bounded(batch, step):
             refusal = Refusal.STEP_BUDGET
         else:
             throttle(left, req, step)
@@ -168,8 +168,7 @@ def next_batch(queues: Queues, kv: KvCache, ratio: NewTokenRatio, counters: Coun
 def _is_bounded(batch: ExtendBatch, step: NextStep) -> bool:
     """Whether the prompts of ``batch`` alone take a bounded step: another one would make all of them wait."""
     waiting, num_prompt = step.waiting, sum(len(row.token_ids) for row in batch.rows[batch.num_forced :])
-    most = waiting.shares.throttle.most_prompt_len(len(step.running), step.now_s, waiting.step_times)
-    return num_prompt > 0 and num_prompt >= most
+    return num_prompt >= waiting.shares.throttle.most_prompt_len(0, step.now_s, waiting.step_times)
 
 
 def _has_room(

@@ -501,6 +501,18 @@ def test_of_light_prompts_that_fill_a_bounded_step_each_has_its_own_and_shorter_
         bench.run()
 
 
+def test_where_nobody_floods_light_prompts_share_steps_however_many_run() -> None:
+    bench = bounded(Bench(max_running=64, num_pages=4096, context_len=1600, chunked_prefill_size=256), 10)
+    for n in range(30):
+        bench.submit(prompt(n, 4), tenant=f"light {n}", max_new_tokens=60)
+    while len(bench.scheduler.queues.waiting):
+        bench.step()
+    lights = [bench.submit(prompt(500 + n, 12), tenant=f"other {n}", max_new_tokens=4) for n in range(2)]
+    bench.step()
+    assert [req.num_output for req in lights] == [1, 1]
+    bench.run()
+
+
 def test_of_two_steps_with_prompts_of_light_tenants_one_has_rows_of_others_however_these_change() -> None:
     shares, _, heavy = light_and_heavy(0, 12)
     head = choice_of("head", [1] * 5, tenant="light")
@@ -553,9 +565,9 @@ def test_of_waiting_heads_only_those_below_their_share_are_looked_up_in_the_cach
 
 
 def test_a_bounded_step_follows_what_every_step_takes() -> None:
-    """5 times that on a fast replica, 0.25 s on a slower one, twice that where it is longer; none where nothing is
+    """4.8 times that on a fast replica, 0.25 s on a slower one, twice that where it is longer; none where nothing is
     known. So many of 21 rows, one of them the light one's, make a token."""
-    for fixed_s, row_s, most in ((0.02, 0.011, 7), (0.06, 0.02, 9), (0.1, 0.02, 7), (12.0, 1.0, 12), (0.0, 1.0, 21)):
+    for fixed_s, row_s, most in ((0.02, 0.01, 7), (0.06, 0.02, 9), (0.1, 0.02, 7), (12.0, 1.0, 12), (0.0, 1.0, 21)):
         shares, light, heavy = light_and_heavy(1, 20)
         times = StepTimes(fixed_s=fixed_s, row_s=row_s)
         shares.throttle.leave_out([*light, *heavy], [], len, 0.0, times)  # type: ignore[arg-type]
