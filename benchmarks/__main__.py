@@ -9,7 +9,7 @@ COMMANDS = {
     "kernels": "the CPU kernels as shares of the machine's limits",
     "chaos": "faults under streams: what becomes of each, how soon all is well again, what is left",
     "soak": "more load than is carried, for an hour, with kills: what grows, what is lost",
-    "serving": "what clients of a server see: workloads, a sweep of load, tenants, a recorded day",
+    "serving": "what clients of a server see: workloads, a sweep of load, overload, a recorded day",
     "router": "the production router: policies over simulated replicas, and live",
     "peers": "Manta, vLLM, Transformers and llama.cpp on one machine in one run",
     "gpu": "decode and prefill on a GPU as shares of its measured limits",
