@@ -182,8 +182,9 @@ async def ways(calls: Calls) -> dict[str, list[str]]:
     (apart,) = await way({Role.PREFILL: started(transfer), Role.DECODE: started(transfer)}, {})
     with tempfile.TemporaryDirectory() as folder:
         cache = CacheConfig(
-            max_total_tokens=4_000, host_memory_bytes=1 << 28, store=f"file://{folder}", write_policy="write_back"
-        )
+            max_total_tokens=4_000, host_memory_bytes=1 << 28, store=f"file://{folder}", write_policy="write_back",
+            prefetch="wait_complete",  # this model computes sooner than a busy disk answers
+        )  # fmt: skip
         paged = page(load_engine(replace(own, cache=cache, commit_pool=True)))
     beside = {"kv_transfer": apart, "page": paged}
     more = {name: [file for file in files if file not in chat] for name, files in beside.items()}
