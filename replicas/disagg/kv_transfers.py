@@ -100,11 +100,12 @@ class PdTransfers:
         if (now_s := self._clock()) - self._lent_s < LEND_S:
             return
         self._lent_s = now_s
+        asked: list[TransferEvent] = []
         for event in self._service.drain_events():
-            if isinstance(event, SendReady) and event.prefix is not None:
-                self._take(event)
-            else:
-                self._later.append(event)
+            is_fetch = isinstance(event, SendReady) and event.prefix is not None
+            (asked if is_fetch else self._later).append(event)
+        for event in asked:  # after all others are kept: if this fails the step runs again, and the engine goes on
+            self._take(event)
 
     def before_step(self) -> None:
         """Open the rooms that were granted pages and send the pages that were cached; after `Scheduler.schedule`."""

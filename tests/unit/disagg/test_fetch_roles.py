@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvtransfer.types import PdTicket
+from kvtransfer.types import PdTicket, Prefix, SendReady
 from replicas.cache.radix import RadixCache
 from replicas.request import ReqState
 from replicas.types import FinishReason, GenerateRequest, PdLeg, PdTransfer
@@ -281,3 +281,20 @@ def test_a_prefill_leg_whose_fetch_ends_otherwise_is_handed_over_all_the_same(ho
     assert pair.prefill.report("second").transferred == (how == "is here")
     assert pair.prefill.deltas["second", 0][0].finish is None  # told before the leg ends: the answer may end first
     assert pair.decode.report("second").transferred
+
+
+def test_an_order_that_fails_within_a_step_takes_no_other_event_along(monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = warm()
+    pair.decode.submit(fetching(pair, ask("a", PROMPT)))
+    pair.until(pair.decode, "a", ReqState.RECEIVING)
+    pair.turn()  # the pages are here, and the engine has yet to be told
+    service, transfers = pair.decode.service, pair.decode.engine._kv_transfers
+    wrong = SendReady(room=9, first_page=0, prefix=Prefix(salt="", token_ids=b"odd"))
+    assert transfers is not None
+    with monkeypatch.context() as patch:
+        events = [wrong, *service.drain_events()]
+        patch.setattr(service, "drain_events", lambda: events)
+        with pytest.raises(ValueError, match="buffer size"):
+            transfers.lend()
+    quiet(pair)
+    assert pair.decode.report("a").transferred
