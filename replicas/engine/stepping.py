@@ -133,6 +133,7 @@ class StepClock:
         self.longest_s = max(max(each, default=0.0) for each in self._recent_s.values())
         weight = max(1 / (self.num_extend + self.num_decode), COST_WEIGHT)
         off = np.array((num_prompt_tokens, num_decode, min(step_s, most_s))) - self._moments[0]
+        off[:2] *= abs(off[:2]) > 1e-9 * self._moments[0, :2]  # else rounding errors, once steps differ in nothing else
         self._moments[0] += weight * off
         self._moments[1:] = (1 - weight) * (self._moments[1:] + weight * np.outer(off, off))
         if not is_extend:

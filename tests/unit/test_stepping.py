@@ -109,8 +109,8 @@ def test_what_steps_take_is_told_apart_from_what_they_run_whichever_they_are_and
         if num == 149:
             assert clock.costs[1:] == pytest.approx((0.02, 0.0004, 0.001), rel=0.3)
     assert clock.costs[1:] == pytest.approx((0.02, 0.0004, 0.001), rel=0.1)
-    for _ in range(3000):
-        clock.record(0.1, 100, is_extend=True, num_decode=40)
+    for _ in range(4000):
+        clock.record(rng.choice([0.099, 0.101]), 100, is_extend=True, num_decode=40)
     assert clock.costs[1:] == pytest.approx((0.02, 0.0004, 0.001), rel=0.1)
 
 
