@@ -68,7 +68,7 @@ class Executor:
     give_back: Callable[[frozenset[str]], None] = lambda parts: None  # memory of all ranks (occupation.py)
     adapters: HeldAdapters | None = None  # None: none are served
     carrier: Carrier | None = None  # of what is handed over beside pages; None: nothing is
-    # has a call made again and again while a step computes; None where this thread does not compute, or not alone
+    # calls what it is given again and again while a step computes; None on a GPU, and of several ranks
     between_layers: Callable[[Callable[[], None]], None] | None = None
 
 

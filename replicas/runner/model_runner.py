@@ -188,7 +188,7 @@ class ModelRunner:
         return logits, batch
 
     def between_layers(self, call: Callable[[], None]) -> None:
-        """Have ``call`` called on this thread while a step computes, before the attention of each layer."""
+        """Call ``call`` on this thread while a step computes, before the attention of each layer without an index."""
         self._attention.between_layers = call
 
     def launch(self, plan: StepPlan) -> PendingStep:
