@@ -445,8 +445,8 @@ class Load:
     def shared(
         self, load: LoadEstimate[Floats], eligible: Eligible, tenant: Tenant, own_tokens: Ints, waits: Iterable[int]
     ) -> None:
-        """Leave in ``load`` of what waits at each of ``eligible`` what goes before ``own_tokens`` [n] of ``tenant``: a
-        replica serves tenants by shares. What other routers have sent is taken to be of tenants as what this one has.
+        """Lower ``load`` to what goes before ``own_tokens`` [n] of ``tenant`` at each of ``eligible``: a replica serves
+        tenants by shares. What other routers have sent is taken to be shared among tenants as what this one has sent.
 
         Args: waits: decisions of the request, which waits.
         """
